@@ -15,7 +15,7 @@ import torch
 
 from edgelm.kernels.choice import has_triton, interpreting
 
-HBM = (80, 90)  # compute capabilities of GPUs with high-bandwidth memory
+HBM = (80, 90, 100, 103)  # compute capabilities of GPUs with high-bandwidth memory
 OFFLINE_CAPABILITY = 90  # compute capability that kernels are compiled for where there is no GPU
 SOUND_TRITON = (3, 9)  # the first release without the faults that kernels avoid in older ones
 
@@ -90,7 +90,7 @@ def has_wgmma() -> bool:
 
 
 def has_hbm() -> bool:
-    """Return whether memory is so fast that it seldom bounds a decode step: A100, H100 and their like."""
+    """Return whether memory is so fast that it seldom bounds a decode step: A100, H100, B200 and their like."""
     return _capability() in HBM
 
 

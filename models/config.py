@@ -374,4 +374,4 @@ def _refuse_unsupported(values: Values, unsupported: Mapping[str, tuple[object, 
 
 def _unknown(architecture: object) -> ModelError:
     names = ", ".join(family.name for family in FAMILIES)
-    return ModelError(f"the torch engine does not support the architecture {architecture!r}, only {names}")
+    return ModelError(f"the torch engine does not support the architecture {architecture!r}", f"it runs {names}")

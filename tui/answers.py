@@ -240,7 +240,9 @@ async def _stream(
                 answer.session.set_model(model)
             await reader.require_consent(answer.session)
             await _read(reader, answer, client, model, watcher)
-            return await _request(answers, reader, answer, client, model, watcher)
+            finished = await _request(answers, reader, answer, client, model, watcher)
+            await link.learn_gpu(model)
+            return finished
         except UnreachableError:
             await link.lost()
             # Retry once where an existing connection was lost before the first text.
@@ -355,6 +357,7 @@ async def _report_progress(link: Link, answer: Answer, watcher: AnswerWatcher) -
     """Report what the answer waits for until its first token, then its speed."""
     while True:
         if answer.first_token is not None:
+            await link.learn_gpu(answer.message.model)
             speed = None if answer.preparing or answer.message.calls else answer.tokens_per_second
             stats = AnswerStats(tokens_per_second=speed)
             watcher.answer_progressed(answer, answer.activity, stats)
@@ -368,7 +371,7 @@ async def _report_progress(link: Link, answer: Answer, watcher: AnswerWatcher) -
                 with suppress(EdgeLMError):
                     if (loading := await client.loading(answer.message.model)) is not None:
                         share = f" {100 * loading.progress:.0f} %" if loading.progress is not None else ""
-                        status = f"loading the model{share}"
+                        status = loading.doing or f"loading the model{share}"
             if answer.first_token is None:  # it may have come during the request
                 seconds = f", {waited_s:.0f} s" if waited_s >= 2 and not answer.preparing else ""
                 answer.status = f"{status}{seconds}"

@@ -334,6 +334,7 @@ class ChatScreen(Screen[None]):
         if answer.message.model != self.status.status.model:
             self.status.change(model=answer.message.model)
         self.status.change(activity=activity)
+        self.view.show_state()
         if stats is not None:
             self.status.change(stats=stats)
 

@@ -21,6 +21,8 @@ from edgelm.tui.state_row import state_parts
 from edgelm.tui.status import StatusLine
 from edgelm.tui.workspace import Workspace
 
+GPU_S = 15.0  # that the line about an unused GPU is shown as a whole
+
 
 class ScreenView:
     """Shows the workspace in the widgets of the chat screen."""
@@ -40,6 +42,7 @@ class ScreenView:
         self._sidebar = sidebar
         self._status = status
         self._inspector = inspector
+        self._told = {""}  # lines about the GPU
         self.shows_drafts = False
         self.better_model = ""  # that suits this machine; empty: not known
 
@@ -157,7 +160,12 @@ class ScreenView:
             listing = connections[name].listing if name in connections else None
             return len(listing.tools) if listing is not None else None
 
-        self._pane.state.show(state_parts(self._workspace.session.chat, num_tools))
+        workspace = self._workspace
+        unused_gpu = workspace.link.unused_gpu.get(workspace.model, "")
+        self._pane.state.show(state_parts(workspace.session.chat, num_tools, unused_gpu))
+        if unused_gpu not in self._told:  # once as a whole: the row may have no room for its end
+            self._told.add(unused_gpu)
+            self._screen.notify(clean(unused_gpu), timeout=GPU_S, markup=False)
 
     def show_reading(self, activity: str) -> None:
         """Show that files are indexed; empty: no longer."""

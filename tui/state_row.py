@@ -31,8 +31,11 @@ class StatePart(NamedTuple):
     command: str
 
 
-def state_parts(chat: Chat, num_tools: Callable[[str], int | None]) -> list[StatePart]:
-    """Return what is set for a chat. `num_tools` returns the number of a server's tools, None while unknown."""
+def state_parts(chat: Chat, num_tools: Callable[[str], int | None], unused_gpu: str = "") -> list[StatePart]:
+    """Return what is set for a chat. `num_tools` returns the number of a server's tools, None while unknown.
+
+    `unused_gpu` is the line about a GPU that stands in the machine and is not used.
+    """
     parts = [StatePart(f"preset {chat.preset}", "preset")] if chat.preset else []
     if chat.system.strip():
         parts.append(StatePart("system prompt", "system"))
@@ -54,6 +57,8 @@ def state_parts(chat: Chat, num_tools: Callable[[str], int | None]) -> list[Stat
         total = sum(known)
         words = f"{total} tool{'' if total == 1 else 's'}" if len(known) == len(counts) else ", ".join(chat.tools)
         parts.append(StatePart(words if len(known) == len(counts) else f"tools of {words}", "tools"))
+    if unused_gpu:
+        parts.append(StatePart(unused_gpu, "model"))
     return [StatePart(one_line(clean(part.text)), part.command) for part in parts]
 
 

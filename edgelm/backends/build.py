@@ -12,24 +12,25 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from edgelm.backends.choice import EngineChoice, Situation, choose_engine, may_go_without_cuda
+from edgelm.backends.choice import EngineChoice, Situation, choose_engine, may_go_without_cuda, partly_used
+from edgelm.backends.kept_trials import kept_trial
 from edgelm.backends.llama.adapter import LlamaAdapter, find_adapters, with_adapters
 from edgelm.backends.llama.placement import Wish
 from edgelm.backends.model import LoadedModel, OpenedModel, open_model
-from edgelm.backends.plan import DraftModel, MachineMemory, Plan, plan
+from edgelm.backends.plan import MachineMemory
 from edgelm.backends.projectors import fitting_projector
 from edgelm.backends.reports import LOGGED, Reports
-from edgelm.backends.torch.memory import TorchMemory
+from edgelm.backends.torch.memory import plan_for_torch
 from edgelm.backends.tuned import num_tuned
 from edgelm.base.config import Settings
 from edgelm.base.errors import DeviceError, DoesNotFitError, EngineError, GpuLoadError, ModelError, RequestError
 from edgelm.base.machine.cpu import usable_cores
 from edgelm.base.machine.cuda import find_cuda
-from edgelm.base.machine.gpu import CudaState, has_torch
+from edgelm.base.machine.gpu import CudaState, has_torch, standing_gpu
+from edgelm.base.machine.llama_build import gpu_backend_command
 from edgelm.base.machine.memory import USABLE, available_memory_bytes
 from edgelm.base.places import Places, own_places
 from edgelm.base.workers.messages import EngineJob, EvalJob, EvalSide, Footprint
-from edgelm.checkpoints.summary import ModelFacts
 from edgelm.engine.watchdog import Watchdog
 from edgelm.evaluation.evaluate import Evaluation, require_same_vocabulary
 from edgelm.library.local import find_draft_model, require_gguf
@@ -57,6 +58,8 @@ def build(job: EngineJob, reports: Reports = LOGGED, places: Places | None = Non
         choice = choose(model, settings, draft=beside, least_context=job.least_context, cuda_problem=job.cuda_problem)
         for reason in choice.reasons:
             log.info("%s", reason)
+        if choice.unused_gpu and not job.cuda_problem:  # that one was told already
+            reports.warn(choice.unused_gpu)
         if choice.engine == "torch":
             if find_projector(settings, job.model):
                 reports.warn("the torch engine reads no pictures; --engine llama does")
@@ -74,6 +77,10 @@ def build(job: EngineJob, reports: Reports = LOGGED, places: Places | None = Non
         projector = eyes.path if eyes else None
         files = LlamaFiles(parts, require_gguf(draft).path if draft else None, adapters, projector)
         loaded = build_llama(job, facts, files, gpu=choice.device == "gpu", places=places, reports=reports)
+    unused_gpu = choice.unused_gpu or partly_used(loaded.engine.info.device, choice)
+    if unused_gpu and not choice.unused_gpu:
+        reports.warn(unused_gpu)
+    loaded = replace(loaded, unused_gpu=unused_gpu)
     if template is not None:
         loaded.tokenizer.chat_template = template
     return loaded
@@ -125,6 +132,8 @@ def load_evaluation(job: EvalJob, reports: Reports) -> Evaluation:
         return _load_apart(job, reference, reports)
     paths = dict.fromkeys(side.model for side in (model, reference) if side)
     choice = choose_for_all(paths, settings, job.cuda_problem)
+    if choice.unused_gpu and not job.cuda_problem:
+        reports.warn(choice.unused_gpu)
     if choice.engine == "torch":
         from edgelm.backends.torch.evaluation import load_torch_evaluation  # it imports torch
 
@@ -191,11 +200,16 @@ def predict(
         choice = choose(model, settings, draft=draft, freed_gpu_bytes=freed_gpu_bytes, cuda_problem=cuda_problem)
         on_gpu = choice.device == "cuda"
         usable = available_memory_bytes() if usable_bytes is None else int(usable_bytes / USABLE) + 1
-        free = find_cuda().free_bytes + freed_gpu_bytes if on_gpu else usable
+        cuda = find_cuda() if on_gpu else CudaState("")
+        free = cuda.free_bytes + freed_gpu_bytes if on_gpu else usable
         limit = usable_bytes if limited and not on_gpu else None
         machine = MachineMemory(free_bytes=free, cores=usable_cores().physical, limit_bytes=limit)
         if choice.engine == "torch":
-            return _plan_for_torch(model, small, settings, machine, choice.device).footprint(choice.device)
+            beside, context = small.facts if small else None, cuda.context_bytes
+            planned = plan_for_torch(
+                model.facts, beside, settings, machine, choice.device, context_bytes=context
+            ).plan.footprint(choice.device)
+            return planned.with_bytes(context) if on_gpu else planned
         from edgelm.backends.llama.build import plan_context  # these import llama.cpp
         from edgelm.backends.llama.devices import llama_devices
 
@@ -220,7 +234,7 @@ def choose(
     `freed_gpu_bytes` of the GPU's memory are taken now and will be free. `cuda_problem` is why CUDA is not to be used.
     Raises ModelError, EdgeLMError.
     """
-    from edgelm.backends.llama.binding import gpu_problem
+    from edgelm.backends.llama.binding import BUILD, gpu_problem
     from edgelm.backends.llama.devices import llama_devices  # these import llama.cpp
 
     prefers_torch = settings.engine == "torch" or settings.device == "cuda"
@@ -241,6 +255,9 @@ def choose(
             kernel_problem = model.torch_problem("triton") or kept_problem(model, settings, own_places().cache)
             if not kernel_problem:
                 fit_problem = _fit_problem(model, draft_model, settings, cuda, least_context)
+    gpu = standing_gpu()
+    devices = llama_devices() if model.gguf is not None else ()
+    trial = None if cuda.problem else kept_trial(own_places().cache)
     choice = choose_engine(
         settings,
         Situation(
@@ -251,8 +268,12 @@ def choose(
             fit_problem=fit_problem,
             draft_problem=draft_problem,
             has_torch=has_torch(),
-            has_offload=model.gguf is not None and bool(llama_devices()),
+            has_offload=bool(devices),
+            has_card=any(not device.shared for device in devices),
+            faster=trial.faster if trial else None,
             offload_problem=gpu_problem,
+            offload_hint=gpu_backend_command(BUILD, gpu.backend) if gpu else "",
+            gpu=gpu,
             cuda=cuda,
         ),
     )
@@ -288,25 +309,17 @@ def _fit_problem(
     """Return why a model does not fit in the GPU's memory, with its draft model; empty: it does."""
     machine = MachineMemory(free_bytes=cuda.free_bytes, cores=1)
     try:
-        _plan_for_torch(model, draft, settings, machine, "cuda", least_context).require()
+        plan_for_torch(
+            model.facts,
+            draft.facts if draft else None,
+            settings,
+            machine,
+            "cuda",
+            context_bytes=cuda.context_bytes,
+            least_context=least_context,
+        ).plan.require()
     except ModelError as error:
         if settings.engine == "torch":
             raise
         return error.message
     return ""
-
-
-def _plan_for_torch(
-    model: OpenedModel,
-    draft: OpenedModel | None,
-    settings: Settings,
-    machine: MachineMemory,
-    device: str,
-    least_context: int = 0,
-) -> Plan:
-    def memory_of(facts: ModelFacts) -> TorchMemory:
-        return TorchMemory(facts, sequences=settings.parallel, device=device, quantize=settings.quantize)
-
-    beside = DraftModel.of(draft.facts, memory_of(draft.facts)) if draft else None
-    own = memory_of(model.facts)
-    return plan(model.facts, settings, machine, own, draft=beside, least_context=least_context)

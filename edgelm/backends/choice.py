@@ -1,19 +1,27 @@
 """The rule of `--engine` and `--device`: which engine runs a model, on which device, and why not the others.
 
+On a GPU the order is: ours where it runs the whole model and a trial on this GPU showed it faster (kept_trials.py);
+before a trial llama.cpp's build for GPUs, which runs every GGUF, also in part, and starts in seconds; ours where that
+is not installed. The processor is last.
+
 Everything that it depends on is an argument: settings, model, machine. Knows nothing of how an engine is built.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from edgelm.base.config import Settings
 from edgelm.base.errors import EdgeLMError, ModelError
-from edgelm.base.machine.gpu import INSTALL, CudaState
+from edgelm.base.kv_modes import LLAMA_KV
+from edgelm.base.machine.gpu import INSTALL, CudaState, StandingGpu
 
 EngineName = Literal["torch", "llama"]
 DeviceName = Literal["cuda", "gpu", "cpu"]  # gpu: one or more devices of llama.cpp
+OURS, OFFLOAD = "our own kernels", "llama.cpp on the GPU"
+NO_OFFLOAD = "this llama.cpp computes on the processor only"
+LAST = "a GPU is faster"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +36,21 @@ class Situation:
     draft_problem: str = ""  # why the torch engine cannot run the draft model
     has_torch: bool = False
     has_offload: bool = False  # this build of llama.cpp can compute on a GPU
+    has_card: bool = False  # on one with memory of its own: none that is part of the processor
+    faster: EngineName | None = None  # by the trial on this GPU; None: there was none
     offload_problem: str = ""  # why an installed backend for GPUs is not used
+    offload_hint: str = ""  # what to type where none is installed
+    gpu: StandingGpu | None = None  # whatever its driver
     cuda: CudaState
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A way to run a model. `reason` is why it is not taken."""
+
+    name: str
+    taken: bool
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +60,8 @@ class EngineChoice:
     engine: EngineName
     device: DeviceName
     reasons: tuple[str, ...] = ()
+    unused_gpu: str = field(default="", compare=False)  # the line of `unused_gpu`
+    routes: tuple[Route, ...] = field(default=(), compare=False)
 
 
 def choose_engine(settings: Settings, situation: Situation) -> EngineChoice:
@@ -52,7 +75,34 @@ def choose_engine(settings: Settings, situation: Situation) -> EngineChoice:
     choice = _choose(settings, situation)
     if choice.engine == "torch" and situation.draft_problem:
         raise ModelError(f"--draft with the torch engine: {situation.draft_problem}", "omit it: n-gram drafting is on")
-    return choice
+    unused, ways = unused_gpu(choice, settings, situation), routes(choice, settings, situation)
+    return replace(choice, unused_gpu=unused, routes=ways)
+
+
+def unused_gpu(choice: EngineChoice, settings: Settings, situation: Situation) -> str:
+    """Return the one line about a GPU that stands here and is not used: why, and what to do. Empty: nothing to say.
+
+    Whoever asks for the processor is not told.
+    """
+    gpu, asked = situation.gpu, settings.device == "cpu" or settings.gpu_layers == "0"
+    if choice.device != "cpu" or asked or gpu is None:
+        return ""
+    reason = gpu.problem or _cuda_problem(situation) or _needs_llama(settings, situation)
+    hint = gpu.hint or situation.offload_problem or situation.offload_hint
+    if situation.llama_problem:
+        hint = gpu.hint or situation.cuda.hint
+    elif settings.engine == "llama":
+        reason = gpu.problem or "--engine llama"
+    if not (situation.llama_problem or gpu.hint or situation.offload_problem):
+        reason += f", and {NO_OFFLOAD}"
+    return f"{gpu.name} is not used: {reason}" + (f"; {hint}" if hint else "")
+
+
+def partly_used(device: str, choice: EngineChoice) -> str:
+    """Return the line about a model of which llama.cpp computes a part on the processor; empty: it does not."""
+    if choice.device != "gpu" or ("layers" not in device and device != "cpu"):
+        return ""
+    return f"the GPU has no room for the whole model: {device}, the processor computes the rest"
 
 
 def _choose(settings: Settings, situation: Situation) -> EngineChoice:
@@ -62,10 +112,10 @@ def _choose(settings: Settings, situation: Situation) -> EngineChoice:
         return _choose_llama(settings, situation, ())
     reasons = []
     if settings.device in ("auto", "cuda"):
-        problem = _cuda_problem(situation) or _needs_llama(settings, situation)
+        problem = _kernels_problem(settings, situation)
         if not problem:
             return EngineChoice("torch", "cuda")
-        reasons.append(f"CUDA is not used: {problem}")
+        reasons.append(f"{OURS} are not used: {problem}")
         if settings.device == "cuda":
             raise EdgeLMError(f"--device cuda: {problem}", situation.cuda.hint or "use --device auto")
     if not situation.llama_problem:
@@ -103,7 +153,7 @@ def _choose_torch(settings: Settings, situation: Situation) -> EngineChoice:
         raise EdgeLMError(f"--engine torch on CUDA: {problem}", "lower --ctx, or use --engine llama")
     if settings.device == "cuda":
         raise EdgeLMError(f"--device cuda: {problem}", situation.cuda.hint or "use --device auto")
-    return EngineChoice("torch", "cpu", (f"CUDA is not used: {problem}",))
+    return EngineChoice("torch", "cpu", (f"{OURS} are not used: {problem}",))
 
 
 def _choose_llama(settings: Settings, situation: Situation, reasons: tuple[str, ...]) -> EngineChoice:
@@ -117,11 +167,40 @@ def _choose_llama(settings: Settings, situation: Situation, reasons: tuple[str, 
         return EngineChoice("llama", "cpu", (*reasons, *unused))
     if (named or given_layers) and not situation.has_offload:
         raise EdgeLMError(
-            situation.offload_problem or "this build of llama.cpp computes on the processor only",
+            situation.offload_problem or NO_OFFLOAD,
             "omit --device and --gpu-layers; `edgelm doctor` says how to get a GPU",
         )
     on_gpu = situation.has_offload and (settings.gpu_layers != "0" or bool(settings.override_tensor))
     return EngineChoice("llama", "gpu" if on_gpu else "cpu", reasons)
+
+
+def routes(choice: EngineChoice, settings: Settings, situation: Situation) -> tuple[Route, ...]:
+    """Return the three ways to run a model, in their order, each with why it is not taken."""
+    kernels = _kernels_problem(settings, situation)
+    offload = situation.llama_problem or ("" if situation.has_offload else situation.offload_problem or NO_OFFLOAD)
+    taken = (choice.engine, choice.device)
+    found = []
+    for name, place, problem in ((OURS, ("torch", "cuda"), kernels), (OFFLOAD, ("llama", "gpu"), offload)):
+        found.append(Route(name, taken == place, "" if taken == place else problem or "the settings or a trial say so"))
+    by = "llama.cpp" if choice.engine == "llama" else "torch, slowly"
+    return (*found, Route(f"the processor ({by})", choice.device == "cpu", "" if choice.device == "cpu" else LAST))
+
+
+def _kernels_problem(settings: Settings, situation: Situation) -> str:
+    """Return why our kernels are not taken where the settings leave the choice to us; empty: they are."""
+    problem = _cuda_problem(situation) or _needs_llama(settings, situation)
+    if problem or situation.llama_problem or settings.device == "cuda" or _needs_torch(settings):
+        return problem
+    if not situation.has_card or situation.faster == "torch":
+        return ""
+    if situation.faster == "llama":
+        return "llama.cpp was faster in the trial on this GPU"
+    return "no trial has shown them faster on this GPU yet; `edgelm doctor --gpu` makes it"
+
+
+def _needs_torch(settings: Settings) -> bool:
+    """Return whether the settings ask for what llama.cpp lacks on a GPU."""
+    return settings.repeatable or settings.quantize != "off" or settings.kv not in ("auto", *LLAMA_KV)
 
 
 def _cuda_problem(situation: Situation) -> str:

@@ -49,12 +49,16 @@ class OpVerdict:
 
 @dataclass(frozen=True, slots=True)
 class CheckGpu:
-    """Check the GPU, and the ops of a model on it; None: with all formats. The ops in `plain` are not tried."""
+    """Check the GPU, and the ops of a model on it; None: with all formats. The ops in `plain` are not tried.
+
+    `short`: those of one decoded token only, which is what a load waits for.
+    """
 
     model: Path | None
     modes: tuple[str, ...]
     quantize: str
     plain: tuple[str, ...] = ()
+    short: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +147,8 @@ def _attempt(request: CheckGpu, notify: Notify, until: float, command: tuple[str
                     return _lost(current, f"crashes: its process {end.how}")
                 if not reply.op:
                     current, limit_s = reply, START_S
+                    if not count:
+                        notify("checking the GPU: a first kernel is compiled and tried")
                     continue
                 current, count, limit_s = reply, count + 1, OP_S
                 notify(f"checking the GPU's kernels: {count}, {reply.op} of {reply.detail}")

@@ -46,6 +46,7 @@ class LoadedModel:
     kind: ModelKind = "text"
     pairs: PairEncoder | None = None  # of a model that ranks documents
     pictures: PictureReader | None = None  # of a model that sees
+    unused_gpu: str = ""  # the line about a GPU that stands here and is not used (choice.py)
 
     def require(self, kind: ModelKind) -> None:
         """Raise RequestError for a model of another kind; a model of text embeds, too."""

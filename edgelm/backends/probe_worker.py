@@ -44,7 +44,8 @@ def _choose(request: ChooseEngine, child: Child) -> None:
             rollback = rollback_len(request.model, model.facts)
             heads = may_use_heads(model.facts, request.settings, rollback, Wish.of(request.settings, devices))
     cuda = find_cuda() if choice.device == "cuda" else None
-    child.send(ChosenEngine(choice.engine, choice.device, choice.reasons, cuda, devices, rollback, heads))
+    found = (cuda, devices, rollback, heads)
+    child.send(ChosenEngine(choice.engine, choice.device, choice.reasons, *found, choice.unused_gpu, choice.routes))
 
 
 def _predict(request: Predict, child: Child) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from edgelm.backends.choice import Route
 from edgelm.backends.llama.memory import Buffers, BufferSource
 from edgelm.backends.llama.placement import Device
 from edgelm.base.config import Settings
@@ -42,6 +43,8 @@ class ChosenEngine:
     devices: tuple[Device, ...] = ()  # llama.cpp's, where it is chosen with a GPU
     rollback: int = 0  # drafted tokens that llama.cpp can take back in recurrent layers
     heads: bool = False  # the model has heads that can draft
+    unused_gpu: str = ""  # the line about a GPU that stands here and is not used
+    routes: tuple[Route, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,7 @@ class Loading:
     state: str
     progress: float | None
     error: str
+    doing: str = ""  # beside reading weights
 
 
 class Client:
@@ -130,11 +131,17 @@ class Client:
         item = await self._engine(model)
         if item.get("state", "ready") == "ready":
             return None
-        return Loading(str(item["state"]), number(item.get("progress")), str(item.get("error") or ""))
+        doing = str(item.get("doing") or "")
+        return Loading(str(item["state"]), number(item.get("progress")), str(item.get("error") or ""), doing)
 
     async def context(self, model: str) -> int | None:
         """Return the context size of a model's engine; None if it is not loaded or the endpoint does not report it."""
         return whole((await self._engine(model)).get("context"))
+
+    async def unused_gpu(self, model: str) -> str:
+        """Return the line about a GPU that stands beside a model's engine and is not used; empty: there is none."""
+        line = (await self._engine(model)).get("unused_gpu")
+        return line if isinstance(line, str) else ""
 
     async def is_idle(self, model: str) -> bool:
         """Return whether an edgelm endpoint has a model loaded and no engine of it works on a request."""

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from edgelm.base.errors import EdgeLMError
 from edgelm.base.runtime import FrontRecord, find_front, find_fronts
 from edgelm.client.addresses import is_loopback, is_same_server
 from edgelm.client.endpoint import Client, ModelEntry
@@ -38,7 +40,14 @@ class Link:
         self._own = OwnFront(arguments, log)
         self._client: Client | None = None
         self._models: list[ModelEntry] | None = None
+        self.unused_gpu: dict[str, str] = {}  # by model: the line about it; empty: there is none
         self._lock = asyncio.Lock()
+
+    async def learn_gpu(self, model: str) -> None:
+        """Learn once whether a GPU stands beside a model's engine and is not used."""
+        if self._client is not None and model not in self.unused_gpu:
+            with suppress(EdgeLMError):
+                self.unused_gpu[model] = await self._client.unused_gpu(model)
 
     async def client(self) -> Client:
         """Return the client; connect first if it is not connected."""

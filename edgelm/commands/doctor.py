@@ -33,10 +33,11 @@ from edgelm.base.config import Config, load_config
 from edgelm.base.errors import EdgeLMError
 from edgelm.base.machine import facts as machine
 from edgelm.base.machine.cpu import usable_cores
-from edgelm.base.machine.gpu import nvidia_gpus
+from edgelm.base.machine.gpu import standing_gpu
 from edgelm.base.machine.memory import available_memory_bytes
 from edgelm.base.places import Places
 from edgelm.commands.config import settings_of
+from edgelm.commands.doctor_engines import Engines, engine_documents, engine_table
 from edgelm.library.scan import scan
 
 State = Literal["ok", "note", "problem"]
@@ -75,9 +76,10 @@ class Finding:
 
 def show_health(as_json: bool) -> int:
     """Print the report; return the exit code: 1 if there is a problem."""
+    engines = Engines()
     console, signs = Console(), {"ok": "[green]✓[/]", "note": "[yellow]•[/]", "problem": "[red]✗[/]"}
     findings = []
-    for finding in examine():
+    for finding in examine(engines):
         findings.append(finding)
         if not as_json:
             hint = f"; {finding.hint}" if finding.hint else ""
@@ -85,12 +87,23 @@ def show_health(as_json: bool) -> int:
                 f"{signs[finding.state]} [bold]{finding.topic}[/]: {escape(finding.text + hint)}", soft_wrap=True
             )
     if as_json:
-        print(json.dumps({"version": __version__, "findings": [asdict(finding) for finding in findings]}))
+        print(
+            json.dumps(
+                {
+                    "version": __version__,
+                    "findings": [asdict(finding) for finding in findings],
+                    "engines": engine_documents(engines),
+                }
+            )
+        )
+    else:
+        console.print(engine_table(engines))
     return 1 if any(finding.state == "problem" for finding in findings) else 0
 
 
-def examine() -> Iterator[Finding]:
-    """Yield all findings, the quick checks first."""
+def examine(engines: Engines | None = None) -> Iterator[Finding]:
+    """Yield all findings, the quick checks first, and note in `engines` what they found of those."""
+    engines = engines or Engines()
     yield Finding("edgelm", "ok", f"{__version__}, Python {platform.python_version()}, {platform.platform()}")
     yield Finding("upgrade", "ok", upgrade_command(Path(sys.prefix), _editable_folder()))
     yield Finding("packages", "ok", ", ".join(_versions()))
@@ -106,8 +119,8 @@ def examine() -> Iterator[Finding]:
     yield from _folders(places)
     yield from wsl_findings(platform.release(), [places.hub, *(config.settings.model_folders if config else ())])
     yield from _resources()
-    yield from _native(places)
-    yield _gpu(places)
+    yield from _native(places, engines)
+    yield _gpu(places, engines)
     yield _hub(places)
 
 
@@ -225,18 +238,21 @@ def _processor_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _native(places: Places) -> Iterator[Finding]:
+def _native(places: Places, engines: Engines) -> Iterator[Finding]:
     try:
         facts = machine.facts(places.cache, notify=lambda line: print(line, file=sys.stderr))
         facts.require_working()
     except EdgeLMError as error:
+        engines.llama = error.message
         yield Finding("llama.cpp", "problem", error.message, error.hint)
         return
     try:
         build = ask_llama_build()
     except EdgeLMError as error:
+        engines.llama = error.message
         yield Finding("llama.cpp", "problem", error.message, error.hint)
         return
+    engines.llama, engines.has_llama_gpu = "", bool(build.devices)
     yield Finding(
         "llama.cpp", "ok", f"{build.version} of {build.package}, uses {build.library} ({' '.join(build.features)})"
     )
@@ -284,22 +300,25 @@ def llama_gpus(devices: Sequence[Device], problem: str = "") -> Finding:
     return Finding("GPUs of llama.cpp", "ok", f"{'; '.join(names)}; --device gpu uses them, --device NAME one")
 
 
-def _gpu(places: Places) -> Finding:
+def _gpu(places: Places, engines: Engines) -> Finding:
     """Report whether our kernels run on a GPU here, and if not, why. Models run on the processor in any case."""
     if sys.platform == "darwin":
+        engines.cuda = "they need CUDA"
         return Finding("GPU", "ok", "our own kernels need CUDA; llama.cpp has Metal")
-    gpus = nvidia_gpus()
+    gpu = standing_gpu()
     try:
         state = ask_cuda()
     except EdgeLMError as error:
+        engines.cuda = error.message
         return Finding("GPU", "problem", error.message, error.hint)
+    engines.cuda = state.problem
     if not state.problem:
         free = f"{_gib(state.free_bytes)} of {_gib(state.total_bytes)} GiB free"
         return Finding("GPU", "ok", f"{state.name}: {free}; {tuning(places, state.name)}")
-    if not gpus and not state.name:
+    if not gpu and not state.name:
         return Finding("GPU", "ok", f"{state.problem}; models run on the processor")
-    names = ", ".join(gpu.name for gpu in gpus) or state.name
-    return Finding("GPU", "note", f"{names} is not used: {state.problem}", state.hint)
+    name, reason, hint = gpu if gpu and gpu.problem else (gpu.name if gpu else state.name, state.problem, state.hint)
+    return Finding("GPU", "note", f"our own kernels do not use {name}: {reason}", hint)
 
 
 def tuning(places: Places, gpu: str) -> str:

@@ -17,14 +17,18 @@ from rich.markup import escape
 
 from edgelm import __version__
 from edgelm.backends.gpu_check import PDL, CheckGpu, GpuVerdict, Notify, OpVerdict, run_check
+from edgelm.backends.kept_trials import Trial
 from edgelm.backends.kept_verdicts import forget_problems
-from edgelm.backends.questions import ask_cuda
+from edgelm.backends.model import open_model
+from edgelm.backends.questions import ask_cuda, ask_llama_build
+from edgelm.backends.torch.kept_checks import keep_whole
 from edgelm.base.atomic import atomic_write
-from edgelm.base.config import Config, load_config
+from edgelm.base.config import Config, Settings, load_config
 from edgelm.base.errors import EdgeLMError
 from edgelm.base.kv_modes import TORCH_KV
 from edgelm.base.machine.gpu import nvidia_gpus
 from edgelm.base.places import own_places
+from edgelm.jobs.engine_trial import make_trial
 from edgelm.library.local import model_config, runnable_model
 
 REPORT = "edgelm-gpu.txt"
@@ -33,32 +37,45 @@ FOLDER = re.compile(r"(?:~|/)[\w.+~-]*/(?:[^\s/'\":]+/)*")  # in messages of oth
 Run = Callable[[CheckGpu, Notify], GpuVerdict]
 
 
-def check_gpu(model: str | None, out: str | None, run: Run = run_check) -> int:
+def check_gpu(
+    model: str | None,
+    out: str | None,
+    run: Run = run_check,
+    try_engines: Callable[[Path, Callable[[str], None]], Trial] = make_trial,
+) -> int:
     """Run the check, print it and write the report; return the exit code: 1 if something is wrong.
 
-    Without a model, all formats of weights and of the KV cache are tried. Raises EdgeLMError for an unknown model, or a
-    report that cannot be written.
+    Where llama.cpp has a GPU too, a trial follows, by which --engine auto chooses from then on. Without a model, all
+    formats of weights and of the KV cache are tried. Raises EdgeLMError for an unknown model, or a report that cannot
+    be written.
     """
     config, console = load_config({}), Console()
-    request = _request(model, config)
-    state = ask_cuda()
+    request, settings = _request(model, config)
+    state, shows = ask_cuda(), console.is_terminal
+
+    def notify(line: str) -> None:
+        if shows:
+            sys.stdout.write(f"\r\x1b[K{line[: console.width - 1]}")
+            sys.stdout.flush()
+
     if state.problem:
         verdict = GpuVerdict(state.name, state.problem, state.hint)
     else:
-        shows = console.is_terminal
-
-        def notify(line: str) -> None:
-            if shows:
-                sys.stdout.write(f"\r\x1b[K{line[: console.width - 1]}")
-                sys.stdout.flush()
-
         verdict = run(request, notify)
         if shows:
             sys.stdout.write("\r\x1b[K")
         if not verdict.problem:
             forget_problems(own_places().cache)
+        if request.model is not None:
+            with open_model(request.model) as opened:
+                keep_whole(opened, settings, request.modes, own_places().cache, verdict)
     for line in summary(verdict):
         console.print(escape(line), soft_wrap=True, highlight=False)
+    if not state.problem and not verdict.problem and any(not device.shared for device in ask_llama_build().devices):
+        trial = try_engines(own_places().cache, notify)
+        if shows:
+            sys.stdout.write("\r\x1b[K")
+        console.print(escape(trial.line), soft_wrap=True, highlight=False)
     path = Path(out or REPORT)
     text = FOLDER.sub("(a folder)/", "\n".join(report(verdict, request)))
     try:
@@ -69,14 +86,14 @@ def check_gpu(model: str | None, out: str | None, run: Run = run_check) -> int:
     return 1 if verdict.problem or verdict.wrong else 0
 
 
-def _request(model: str | None, config: Config) -> CheckGpu:
+def _request(model: str | None, config: Config) -> tuple[CheckGpu, Settings]:
     settings = config.settings
     if model is None:
-        return CheckGpu(None, tuple(TORCH_KV), settings.quantize)
+        return CheckGpu(None, tuple(TORCH_KV), settings.quantize), settings
     local = runnable_model(model, config)
     settings = model_config(local, config).settings
     modes = tuple(TORCH_KV) if settings.kv == "auto" else (settings.kv,)
-    return CheckGpu(local.path, modes, settings.quantize)
+    return CheckGpu(local.path, modes, settings.quantize), settings
 
 
 def summary(verdict: GpuVerdict) -> Iterator[str]:

@@ -96,7 +96,7 @@ def _from_workers(
         except GpuLoadError as error:
             worker.close()
             status.clear()
-            print(f"note: CUDA is not used: {error.message}", file=sys.stderr)
+            print(f"note: CUDA is not used: {error}", file=sys.stderr)
             job = replace(job, cuda_problem=error.message)
 
 

@@ -24,7 +24,7 @@ from edgelm.backends.llama.placement import ON_CPU, Device, Placement, Wish
 from edgelm.backends.plan import DraftModel, MachineMemory, Option, Plan, draft_layouts, plan
 from edgelm.backends.projectors import fitting_projector
 from edgelm.backends.questions import BufferProbe, ChosenEngine, ask_choice
-from edgelm.backends.torch.memory import TorchMemory
+from edgelm.backends.torch.memory import plan_for_torch
 from edgelm.base.config import Config, Settings, load_config
 from edgelm.base.machine import facts as machine
 from edgelm.base.machine.bandwidth import read_bandwidth
@@ -38,7 +38,7 @@ from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.safetensors import open_safetensors
 from edgelm.checkpoints.summary import ModelFacts, ModelSummary, model_facts
 from edgelm.commands.job import reader_may_leave
-from edgelm.commands.plan_devices import device_documents, device_table, placement_line
+from edgelm.commands.plan_devices import device_documents, device_table, placement_line, route_table
 from edgelm.commands.plan_loaded import loaded_beside
 from edgelm.library.local import find_draft_model, model_config, require_gguf, runnable_model
 from edgelm.library.names import shown
@@ -73,7 +73,9 @@ def show_plan(model: str, flags: Mapping[str, object], *, as_json: bool) -> None
     if choice.engine == "torch":
         if choice.cuda is not None:
             memory = replace(memory, free_bytes=choice.cuda.free_bytes, read_bytes_per_s=0.0, others=None)
-        result, exact, placement = _plan_for_torch(facts, draft_facts, settings, memory, choice.device), False, ON_CPU
+        context_bytes = choice.cuda.context_bytes if choice.cuda else 0
+        result = _plan_for_torch(facts, draft_facts, settings, memory, choice.device, context_bytes)
+        exact, placement = False, ON_CPU
     else:
         facts = _with_adapters(path, facts, config)
         projector = fitting_projector(settings, path, facts.summary, problems.append)
@@ -126,19 +128,21 @@ def _with_adapters(path: Path, facts: ModelFacts, config: Config) -> ModelFacts:
 
 
 def _plan_for_torch(
-    facts: ModelFacts, draft_facts: ModelFacts | None, settings: Settings, memory: MachineMemory, device: str
+    facts: ModelFacts,
+    draft_facts: ModelFacts | None,
+    settings: Settings,
+    memory: MachineMemory,
+    device: str,
+    context_bytes: int,
 ) -> Plan:
     """Return the plan. It has no speed: memory does not limit the reference ops, and a GPU's memory is not measured.
 
     Idle conversations stay in the KV cache itself, so they need no extra memory.
     """
-
-    def layout(model: ModelFacts) -> TorchMemory:
-        return TorchMemory(model, sequences=settings.parallel, device=device, quantize=settings.quantize)
-
-    draft = DraftModel.of(draft_facts, layout(draft_facts)) if draft_facts else None
     machine = replace(memory, read_bytes_per_s=0.0)
-    result = plan(facts, settings, machine, layout(facts), draft=draft, with_options=True)
+    result = plan_for_torch(
+        facts, draft_facts, settings, machine, device, context_bytes=context_bytes, with_options=True
+    ).plan
     return replace(result, snapshot_bytes=0)
 
 
@@ -218,6 +222,8 @@ def as_document(
         "engine": choice.engine,
         "device": choice.device,
         "engine_reasons": list(choice.reasons),
+        "routes": [asdict(route) for route in choice.routes],
+        "unused_gpu": choice.unused_gpu or None,
         "file_bytes": facts.summary.nbytes,
         "weights_bytes": result.weights.resident,
         "kv_bytes_per_token": result.kv_bytes_per_token,
@@ -299,7 +305,11 @@ def _print(
     kind = "gpu" if placement.devices else "cpu" if choice.device == "gpu" else choice.device
     where = {"cuda": "CUDA by our own kernels", "gpu": "the GPU, by llama.cpp", "cpu": "the processor"}[kind]
     by = " by the torch engine, slowly" if (choice.engine, choice.device) == ("torch", "cpu") else ""
+    if choice.routes:
+        console.print(route_table(choice.routes), soft_wrap=True)
     console.print(escape(f"runs on {where}{by}" + "".join(f"; {reason}" for reason in choice.reasons)), soft_wrap=True)
+    if choice.unused_gpu:
+        console.print(escape(choice.unused_gpu), soft_wrap=True)
     console.print(escape(str(conditions(choice.engine, memory.others))), soft_wrap=True)
 
 

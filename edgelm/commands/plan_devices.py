@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
+from edgelm.backends.choice import Route
 from edgelm.backends.llama.placement import Device, Placement
 from edgelm.backends.plan import Option, Plan
 
@@ -58,6 +60,14 @@ def placement_line(placement: Placement, num_layers: int, experts: int) -> str:
     if experts:
         flags += f" --n-cpu-moe {placement.expert_layers}"
     return f"placed: {flags} (of {num_layers + 1} layers, the output is one)"
+
+
+def route_table(routes: Sequence[Route]) -> Table:
+    """Return the ways to run the model, in their order: the one that is taken, and why the others are not."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for route in routes:
+        table.add_row(">" if route.taken else "", route.name, "" if route.taken else escape(f"no: {route.reason}"))
+    return table
 
 
 def _mib(size: float) -> str:

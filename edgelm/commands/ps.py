@@ -53,7 +53,11 @@ def _show(state: dict[str, Any]) -> None:
     for model in state["models"]:
         if model["waits_for"] is not None:
             print(f"{model['model']} waits for memory: {model['waits_for']}")
-        if model.get("cuda_problem"):  # an older server does not tell it
+        if model.get("doing"):
+            print(f"{model['model']}: {model['doing']}")
+        if model.get("unused_gpu"):  # an older server does not tell it
+            print(f"{model['model']}: {model['unused_gpu']}")
+        elif model.get("cuda_problem"):
             print(f"{model['model']}: CUDA is not used: {model['cuda_problem']}")
         if note := (model.get("predicted") or {}).get("note"):
             print(f"{model['model']}: {note}")

@@ -228,4 +228,4 @@ def test_why_cuda_is_not_used_any_more_is_told(tmp_path: Path) -> None:
     with open_model(write_tiny(tmp_path / "plain.gguf", quant="q8_0")) as model:
         choice = choose(model, Settings(), cuda_problem="the memory of the GPU is used up")
     assert choice.engine == "llama"
-    assert choice.reasons[0] == "CUDA is not used: the memory of the GPU is used up"
+    assert choice.reasons[0] == "our own kernels are not used: the memory of the GPU is used up"

@@ -9,7 +9,7 @@ import pytest
 from edgelm.backends.choice import EngineChoice, Situation, choose_engine
 from edgelm.base.config import Settings
 from edgelm.base.errors import EdgeLMError, ModelError
-from edgelm.base.machine.gpu import CudaState
+from edgelm.base.machine.gpu import CudaState, StandingGpu
 
 GPU = CudaState("", "", "GPU X", 80 * 2**30, 80 * 2**30)
 NO_DRIVER = CudaState("no NVIDIA driver was found")
@@ -75,7 +75,7 @@ def test_what_only_llama_cpp_has_is_not_lost_on_cuda() -> None:
 def test_adapters_are_for_llama_cpp() -> None:
     adapted = Settings(lora=("a",))
     assert choose_engine(adapted, replace(GGUF, has_offload=True)) == EngineChoice(
-        "llama", "gpu", ("CUDA is not used: only llama.cpp has --lora",)
+        "llama", "gpu", ("our own kernels are not used: only llama.cpp has --lora",)
     )
     for settings in (replace(adapted, engine="torch"), replace(adapted, device="cuda")):
         with pytest.raises(EdgeLMError, match="merge the adapter: edgelm convert"):
@@ -90,7 +90,7 @@ def test_a_draft_model_runs_where_the_model_runs() -> None:
     assert choose(replace(GGUF, cuda=NO_DRIVER), draft="small") == ("llama", "cpu")
     strange = replace(GGUF, draft_problem="mamba is unknown")
     choice = choose_engine(Settings(draft="small"), strange)
-    assert choice == EngineChoice("llama", "cpu", ("CUDA is not used: the draft model: mamba is unknown",))
+    assert choice == EngineChoice("llama", "cpu", ("our own kernels are not used: the draft model: mamba is unknown",))
     with pytest.raises(ModelError, match="--draft with the torch engine: mamba is unknown; omit it"):
         choose(strange, draft="small", engine="torch")
     with pytest.raises(ModelError, match="mamba"):
@@ -99,7 +99,7 @@ def test_a_draft_model_runs_where_the_model_runs() -> None:
 
 def test_safetensors_without_a_gpu_run_on_the_processor() -> None:
     choice = choose_engine(Settings(), replace(FOLDER, cuda=NO_DRIVER))
-    reasons = ("CUDA is not used: no NVIDIA driver was found", "llama.cpp does not read safetensors")
+    reasons = ("our own kernels are not used: no NVIDIA driver was found", "llama.cpp does not read safetensors")
     assert choice == EngineChoice("torch", "cpu", reasons)
     assert choose(replace(FOLDER, cuda=NO_DRIVER), gpu_layers="12") == ("torch", "cpu")  # nothing else can run it
     assert choose(replace(FOLDER, cuda=NO_DRIVER), device="cpu") == ("torch", "cpu")
@@ -138,3 +138,77 @@ def test_what_cannot_be_is_refused_with_what_to_do(
 def test_a_model_that_nothing_runs_is_the_models_fault() -> None:
     with pytest.raises(ModelError):
         choose(replace(FOLDER, torch_problem="mamba is unknown"))
+
+
+CARD = StandingGpu("NVIDIA GeForce RTX 4090")
+TYPE = "type: pipx inject edgelm edgelm-llama-cuda"
+ALONE = "this llama.cpp computes on the processor only"
+UNUSED = replace(GGUF, gpu=CARD, offload_hint=TYPE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "line"),
+    [
+        ({"torch_problem": "no mamba"}, {}, f"NVIDIA GeForce RTX 4090 is not used: no mamba, and {ALONE}; {TYPE}"),
+        ({"cuda": NO_TRITON}, {}, f"NVIDIA GeForce RTX 4090 is not used: triton is not installed, and {ALONE}; {TYPE}"),
+        ({}, {"engine": "llama"}, f"NVIDIA GeForce RTX 4090 is not used: --engine llama, and {ALONE}; {TYPE}"),
+        (
+            {"torch_problem": "no mamba", "offload_problem": "edgelm-llama-cuda finds no GPU; update the driver"},
+            {},
+            "NVIDIA GeForce RTX 4090 is not used: no mamba; edgelm-llama-cuda finds no GPU; update the driver",
+        ),
+        (
+            {"cuda": NO_DRIVER, "gpu": StandingGpu("the NVIDIA GPU", "no NVIDIA driver was found", "install it")},
+            {},
+            "the NVIDIA GPU is not used: no NVIDIA driver was found; install it",
+        ),
+        (
+            {"llama_problem": "llama.cpp does not read safetensors", "cuda": NO_TRITON},
+            {},
+            "NVIDIA GeForce RTX 4090 is not used: triton is not installed; pipx install 'edgelm[cuda]'",
+        ),
+        ({}, {}, ""),  # it is used
+        ({"torch_problem": "no mamba", "has_offload": True}, {}, ""),
+        ({"torch_problem": "no mamba"}, {"device": "cpu"}, ""),  # the user's own choice
+        ({"torch_problem": "no mamba", "has_offload": True}, {"gpu_layers": "0"}, ""),
+        ({"torch_problem": "no mamba", "gpu": None}, {}, ""),
+    ],
+)
+def test_a_gpu_that_is_not_used_has_one_line_with_what_to_do(
+    changes: dict[str, object], settings: dict[str, object], line: str
+) -> None:
+    choice = choose_engine(Settings(**settings), replace(UNUSED, **changes))  # type: ignore[arg-type]
+    assert choice.unused_gpu == line
+
+
+BOTH = replace(UNUSED, has_offload=True, has_card=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "taken"),
+    [
+        ({}, {}, ("llama", "gpu")),  # no trial yet
+        ({"faster": "llama"}, {}, ("llama", "gpu")),
+        ({"faster": "torch"}, {}, ("torch", "cuda")),
+        ({"has_offload": False, "has_card": False}, {}, ("torch", "cuda")),
+        ({"has_card": False}, {}, ("torch", "cuda")),  # llama.cpp has only the one in the processor
+        ({"faster": "torch", "fit_problem": "it needs 9 GiB"}, {}, ("llama", "gpu")),
+        ({}, {"device": "cuda"}, ("torch", "cuda")),
+        ({"faster": "torch"}, {"device": "gpu"}, ("llama", "gpu")),
+        ({}, {"repeatable": True}, ("torch", "cuda")),
+        ({}, {"kv": "fp8"}, ("torch", "cuda")),
+        ({"llama_problem": "llama.cpp does not read safetensors"}, {}, ("torch", "cuda")),
+    ],
+)
+def test_of_two_engines_on_a_gpu_the_faster_one_is_taken(
+    changes: dict[str, object], settings: dict[str, object], taken: tuple[str, str]
+) -> None:
+    assert choose(replace(BOTH, **changes), **settings) == taken  # type: ignore[arg-type]
+
+
+def test_each_way_says_why_it_is_not_taken() -> None:
+    first, second, third = choose_engine(Settings(), BOTH).routes
+    assert (first.taken, second.taken, third.taken) == (False, True, False)
+    assert "`edgelm doctor --gpu` makes it" in first.reason
+    first, second, third = choose_engine(Settings(), replace(UNUSED, torch_problem="no mamba")).routes
+    assert (first.reason, second.reason, third.taken) == ("no mamba", ALONE, True)

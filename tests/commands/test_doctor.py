@@ -15,6 +15,7 @@ from edgelm.base.machine.facts import MachineFacts
 from edgelm.base.machine.gpu import CudaState
 from edgelm.base.places import Places
 from edgelm.commands import doctor
+from edgelm.commands.doctor_engines import Engines
 
 
 @pytest.fixture
@@ -65,11 +66,13 @@ def test_a_gpu_says_whether_kernels_are_tuned_for_it(places: Path, monkeypatch: 
     monkeypatch.setattr(doctor, "ask_cuda", lambda: CudaState("", "", "NVIDIA H100", 80 * 2**30, 80 * 2**30))
     monkeypatch.setattr(tuned, "version", lambda _: "3.9.0")
     here = Places({"EDGELM_CACHE_DIR": str(places / "cache")})
-    assert doctor._gpu(here).text.endswith("no kernels are tuned for it: --tune does that while a model is loaded")
+    assert doctor._gpu(here, Engines()).text.endswith(
+        "no kernels are tuned for it: --tune does that while a model is loaded"
+    )
     file = here.cache / "kernels" / "nvidia-h100-132sm-triton3.9.0-3.json"
     file.parent.mkdir(parents=True)
     file.write_text('{"matmul": {"a": {"warps": 4}, "b": {"warps": 8}}, "unfinished": {"matmul c": {"times": 1}}}')
-    assert doctor._gpu(here).text == "NVIDIA H100: 80.0 of 80.0 GiB free; 2 kernels are tuned for it"
+    assert doctor._gpu(here, Engines()).text == "NVIDIA H100: 80.0 of 80.0 GiB free; 2 kernels are tuned for it"
 
 
 def test_each_problem_says_what_to_do(
@@ -139,8 +142,10 @@ def test_amx_is_reported_where_the_processor_has_it(
 def test_the_report_for_people_has_one_line_each(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
     doctor.show_health(as_json=False)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(list(doctor.examine()))
-    assert all(line[0] in "✓•✗" for line in lines)
+    count = len(list(doctor.examine()))
+    assert all(line[0] in "✓•✗" for line in lines[:count])
+    table = "\n".join(lines[count:])
+    assert all(text in table for text in ("CUDA", "any other GGUF", "qwen3.5", "here"))
 
 
 def test_settings_are_shown_with_their_source_and_secrets_are_not(

@@ -37,7 +37,7 @@ def test_what_the_gpu_cannot_load_is_answered_by_another_process(
         Text("answer after the memory of the GPU is used up"),
         Result({}),
     ]
-    assert capfd.readouterr().err == "note: CUDA is not used: the memory of the GPU is used up\n"
+    assert capfd.readouterr().err == "note: CUDA is not used: the memory of the GPU is used up; lower --ctx\n"
 
 
 def test_a_crash_in_the_middle_of_an_answer_is_one_error(

@@ -73,6 +73,7 @@ class PlainChat:
         self._runner = asyncio.Runner()
         self._work: Work | None = None  # of the answer that a command or message began
         self._spoken: SpokenAnswer | None = None
+        self._told = {""}  # lines about an unused GPU
 
     def run(self) -> None:
         """Chat until the user leaves. Errors are told, not raised."""
@@ -102,6 +103,10 @@ class PlainChat:
         self._workspace.chats[answer.session.chat.id] = answer.session.chat
         self._spoken_of(answer).ended()
         self._spoken = None
+        unused_gpu = self._workspace.link.unused_gpu.get(answer.message.model, "")
+        if unused_gpu not in self._told:
+            self._told.add(unused_gpu)
+            self._writer.line(one_line(unused_gpu))
 
     def _spoken_of(self, answer: Answer) -> SpokenAnswer:
         if self._spoken is None:

@@ -20,7 +20,7 @@ import torch
 
 from edgelm.backends.drafting import NO_HEADS, measured_clock, ngram_drafter, require_same_vocabulary, throttled
 from edgelm.backends.model import LoadedModel, OpenedModel, open_model
-from edgelm.backends.plan import DRAFT_KV, MIN_CONTEXT, SNAPSHOT_SHARE, DraftModel, MachineMemory, Option, Plan, plan
+from edgelm.backends.plan import DRAFT_KV, MIN_CONTEXT, SNAPSHOT_SHARE, MachineMemory, Option
 from edgelm.backends.reports import LOGGED, Reports
 from edgelm.backends.snapshot_files import PROMPT_TOKENS, Bounds, SnapshotFolder
 from edgelm.backends.snapshots import SnapshotStore
@@ -29,10 +29,11 @@ from edgelm.backends.torch.embedding import TorchEmbedder
 from edgelm.backends.torch.executor import MAX_ROWS, TorchExecutor, TorchOptions, device_name
 from edgelm.backends.torch.failures import OutOfMemoryError, gpu_errors
 from edgelm.backends.torch.kept_checks import verdict_for
-from edgelm.backends.torch.memory import STEP_TOKENS, TorchMemory, capacity
+from edgelm.backends.torch.memory import TorchPlan, capacity, plan_for_torch
 from edgelm.base.config import Settings
 from edgelm.base.errors import DeviceError, DoesNotFitError, EdgeLMError, ModelError
 from edgelm.base.machine.cpu import usable_cores
+from edgelm.base.machine.cuda import context_bytes
 from edgelm.base.machine.gpu import INSTALL
 from edgelm.base.machine.memory import available_memory_bytes
 from edgelm.base.places import Places, own_places
@@ -42,7 +43,6 @@ from edgelm.checkpoints.files import file_identity
 from edgelm.checkpoints.gguf import GGUF
 from edgelm.checkpoints.gguf_parse import Array
 from edgelm.checkpoints.json_scan import read_json
-from edgelm.checkpoints.summary import ModelFacts
 from edgelm.engine.clock import StepClock
 from edgelm.engine.core import Drafter, ExecutorInfo
 from edgelm.engine.engine import Engine
@@ -84,8 +84,9 @@ def build_torch(
     torch.set_num_threads(settings.threads or usable_cores().physical)
     tokenizer = tokenizer_of(model)
     with open_model(draft) if draft else nullcontext() as small:
-        planned = _plan(model, small, job, device)
+        planned, sequences, step_tokens = _plan(model, small, job, device)
         option = planned.require()
+        settings = replace(settings, parallel=sequences)
         if planned.note:
             reports.say(planned.note)
         if device == "cuda":
@@ -96,7 +97,7 @@ def build_torch(
         folder = _snapshot_folder(job.prefixes, model, settings, decoder, option) if job.prefixes else None
         store = SnapshotStore(int(SNAPSHOT_SHARE * available_memory_bytes()), folder) if folder else None
         tuned = own_places().cache / TUNED if settings.tune else None
-        executor = _executor(decoder, settings, option, model.name, tuned, store, reports)
+        executor = _executor(decoder, settings, option, model.name, step_tokens, tuned, store, reports)
         clock, drafter = StepClock(), None
         try:
             if job.drafts and settings.drafts:
@@ -129,19 +130,20 @@ def build_torch(
     return LoadedModel(model.name, engine, tokenizer, prompt_tokens, planned.footprint(device), summary.kind)
 
 
-def _plan(model: OpenedModel, draft: OpenedModel | None, job: EngineJob, device: str) -> Plan:
+def _plan(model: OpenedModel, draft: OpenedModel | None, job: EngineJob, device: str) -> TorchPlan:
     """Choose context and KV mode by the free memory of the device, and on the CPU by what the job may take."""
-    settings = job.settings
-
-    def memory(facts: ModelFacts) -> TorchMemory:
-        return TorchMemory(facts, sequences=settings.parallel, device=device, quantize=settings.quantize)
-
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else available_memory_bytes()
     limit = job.memory_bytes if device == "cpu" else None
     machine = MachineMemory(free_bytes=free, cores=usable_cores().physical, limit_bytes=limit)
-    beside = DraftModel.of(draft.facts, memory(draft.facts)) if draft else None
-    own = memory(model.facts)
-    return plan(model.facts, settings, machine, own, draft=beside, least_context=job.least_context)
+    return plan_for_torch(
+        model.facts,
+        draft.facts if draft else None,
+        job.settings,
+        machine,
+        device,
+        context_bytes=context_bytes() if device == "cuda" else 0,
+        least_context=job.least_context,
+    )
 
 
 def check_ops(model: OpenedModel, settings: Settings, mode: str, notify: Callable[[str], None] = log.info) -> None:
@@ -192,13 +194,16 @@ def _executor(
     settings: Settings,
     option: Option,
     name: str,
+    step_tokens: int,
     tuned: Path | None = None,
     store: SnapshotStore | None = None,
     reports: Reports = LOGGED,
 ) -> TorchExecutor:
     """Make the executor; if its memory cannot be allocated, retry with half the context."""
     context = option.context
-    while (executor := _try_executor(decoder, settings, option.kv, context, tuned, store, reports)) is None:
+    while (
+        executor := _try_executor(decoder, settings, option.kv, context, step_tokens, tuned, store, reports)
+    ) is None:
         if (settings.ctx is not None and not settings.ctx_is_default) or context // 2 < MIN_CONTEXT:
             device = device_name(decoder.device)
             message = f"{name} and {context:,} tokens of context do not fit in the memory of {device}"
@@ -212,6 +217,7 @@ def _try_executor(
     settings: Settings,
     kv: str,
     context: int,
+    step_tokens: int,
     tuned: Path | None,
     store: SnapshotStore | None = None,
     reports: Reports = LOGGED,
@@ -222,7 +228,7 @@ def _try_executor(
         capacity=capacity(context, settings.parallel),
         kv=kv,
         max_sequences=settings.parallel,
-        max_tokens=ROWS if settings.repeatable else STEP_TOKENS[decoder.device.type],
+        max_tokens=ROWS if settings.repeatable else step_tokens,
         max_rows=max(MAX_ROWS, settings.parallel),
         repeatable=settings.repeatable,
         graphs=settings.graphs and not PLAIN_OPS - {PDL},  # the plain version of an op may wait for the device
@@ -253,7 +259,7 @@ def _load_draft_model(
     own = replace(reports, progress=None)  # the share is that of the large model
     decoder = load_decoder(draft, settings, large.device.type, context, own)
     tuned = places.cache / TUNED if settings.tune else None
-    executor = _try_executor(decoder, settings, DRAFT_KV, context, tuned, reports=own)
+    executor = _try_executor(decoder, settings, DRAFT_KV, context, info.max_tokens, tuned, reports=own)
     if executor is None:
         message = f"the draft model {draft.name} does not fit in the memory of {device_name(decoder.device)}"
         raise DoesNotFitError(message, "lower --ctx, or omit --draft")

@@ -58,6 +58,7 @@ def check(
                     DTYPES[device.type],
                     request.modes,
                     quantize=quantize,
+                    short=request.short,
                     begins=lambda op, detail: child.send(Begun(op, detail)),
                 )
             for verdict in found:

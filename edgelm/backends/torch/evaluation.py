@@ -15,7 +15,7 @@ from edgelm.backends.reports import Reports
 from edgelm.backends.torch.build import check_ops, load_decoder, tokenizer_of
 from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
 from edgelm.backends.torch.failures import gpu_errors
-from edgelm.backends.torch.memory import BLOCK_LEN, TorchMemory
+from edgelm.backends.torch.memory import BLOCK_LEN, SCRATCH_BYTES, TorchMemory
 from edgelm.base.config import Settings
 from edgelm.base.kv_modes import TORCH_KV
 from edgelm.base.machine.memory import available_memory_bytes
@@ -89,7 +89,7 @@ def _require_memory(
         path: TorchMemory(opened.facts, sequences=1, device=device, max_tokens=MAX_TOKENS, quantize=settings.quantize)
         for path, opened in models.items()
     }
-    needed = sum(memory.weights.resident for memory in memories.values())
+    needed = sum(memory.weights.resident for memory in memories.values()) + SCRATCH_BYTES  # of the output matrix
     if device == "cpu":
         needed += LOGITS_BYTES  # held for the noise floor
     for side in sides:

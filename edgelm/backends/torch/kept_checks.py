@@ -9,6 +9,7 @@ import hashlib
 import os
 import shutil
 import sysconfig
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -94,19 +95,30 @@ def kept_problem(model: OpenedModel, settings: Settings, folder: Path) -> str:
 
 def _kept(model: OpenedModel, settings: Settings, folder: Path) -> list[GpuVerdict]:
     modes = TORCH_KV if settings.kv == "auto" else (settings.kv,)
-    kept = [kept_verdict(folder, check_key(model, settings, mode)) for mode in modes]
+    keys = [check_key(model, settings, mode) for mode in modes]
+    kept = [kept_verdict(folder, key) or kept_verdict(folder, f"{key}-short") for key in keys]
     return [verdict for verdict in kept if verdict]
 
 
 def verdict_for(
     model: OpenedModel, settings: Settings, mode: str, folder: Path, notify: Notify, *, command: tuple[str, ...] = ()
 ) -> GpuVerdict:
-    """Return the verdict about a model's ops on this GPU: the kept one, or that of a check that is made now."""
+    """Return the verdict about a model's ops on this GPU: the kept one, or that of a short check that is made now.
+
+    `edgelm doctor --gpu MODEL` makes and keeps the whole check.
+    """
     key = check_key(model, settings, mode)
-    kept = kept_verdict(folder, key)
+    short_key = f"{key}-short"
+    kept = kept_verdict(folder, key) or kept_verdict(folder, short_key)
     if kept is not None:
         return kept
     notify("checking the kernels on this GPU, once for a kind of model")
-    verdict = run_check(CheckGpu(_path(model), (mode,), settings.quantize), notify, command=command)
-    keep(folder, key, verdict)
+    verdict = run_check(CheckGpu(_path(model), (mode,), settings.quantize, short=True), notify, command=command)
+    keep(folder, short_key, verdict)
     return verdict
+
+
+def keep_whole(model: OpenedModel, settings: Settings, modes: Sequence[str], folder: Path, verdict: GpuVerdict) -> None:
+    """Keep the verdict of a whole check of a model's ops, in all these KV modes together."""
+    for mode in modes:
+        keep(folder, check_key(model, settings, mode), verdict)

@@ -11,11 +11,14 @@ memory. It imports neither torch nor the kernels, since `edgelm plan` shows the 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
-from edgelm.backends.plan import DeviceMemory, MachineMemory
+from edgelm.backends.plan import DeviceMemory, DraftModel, MachineMemory, Option, Plan, plan
 from edgelm.backends.torch.graph_sizes import VERIFY_LEN, GraphSize, graph_sizes
+from edgelm.base.config import Settings
 from edgelm.base.kv_modes import TORCH_KV
 from edgelm.checkpoints.summary import ModelFacts, TensorFacts, WeightBytes
 
@@ -39,13 +42,15 @@ PACKED_BITS = {
 INT4_BITS = 4.5  # of --quantize int4: groups of 64 with a scale and a zero
 WIDE = frozenset({"F16", "BF16", "F32"})
 OWN_BYTES = {"cuda": 600 * MIB, "cpu": 350 * MIB}  # CUDA context, torch, compiled kernels
-SCRATCH_BYTES = 256 * MIB  # of prefill: a matrix, or a part of it, dequantized to 16 bits
+MAX_CONTEXT_BYTES = 350 * MIB  # of these, at most, are a CUDA context: what is measured as one may be another program's
+SCRATCH_BYTES = 256 * MIB  # of prefill, at most: a matrix, or a part of it, dequantized to 16 bits
 GRAPH_BYTES = 2 * MIB  # of a captured graph, in addition to the memory that it works in: an estimate
 SAMPLED_ROWS = 64  # of a step
 MAX_ATTENTION_BYTES = 256 * MIB  # of partial sums at one time; a single sequence may need more
 SPLIT_PROGRAMS, MIN_SPLIT, MAX_GROUPS = 256, 512, 4  # the values of kernels/attention/launch.py
 ACTIVATION_ROWS = 10  # float32 rows of the hidden size that live at one time, per token of a step
 STEP_TOKENS = {"cuda": 1024, "cpu": 512}  # large, since a step of more than a few rows dequantizes all weights
+SMALL_STEP = 512  # tokens, where memory is short
 LAYER_SECONDS = {"cuda": 12e-6, "cpu": 2e-3}  # per layer, in addition to reading its weights
 STEP_SECONDS = 0.2e-3
 
@@ -54,9 +59,20 @@ class TorchMemory:
     """The memory of one model in the torch executor; implements `backends.plan.EngineMemory`."""
 
     def __init__(
-        self, model: ModelFacts, *, sequences: int, device: str = "cuda", max_tokens: int = 0, quantize: str = "off"
+        self,
+        model: ModelFacts,
+        *,
+        sequences: int,
+        device: str = "cuda",
+        max_tokens: int = 0,
+        quantize: str = "off",
+        context_bytes: int = 0,
     ) -> None:
-        """Take the facts of a model and its settings; max_tokens 0: the device's default for a step."""
+        """Take the facts of a model and its settings; max_tokens 0: the device's default for a step.
+
+        `context_bytes` are those of a CUDA context that was there when the free memory was read.
+        """
+        self._context_bytes = min(context_bytes, MAX_CONTEXT_BYTES) if device == "cuda" else 0
         self._model = model
         self._sequences = sequences
         self._device = device
@@ -65,7 +81,7 @@ class TorchMemory:
 
     @property
     def process_bytes(self) -> int:
-        return OWN_BYTES[self._device]
+        return OWN_BYTES[self._device] - self._context_bytes
 
     @property
     def kv_modes(self) -> tuple[str, ...]:
@@ -113,14 +129,14 @@ class TorchMemory:
         vocab_size = max(self._model.summary.vocab_size, 1)
         logits = SAMPLED_ROWS * vocab_size * 4 * 2  # where all graphs write, and of a step without one
         if self._device == "cuda":
-            scratch = SCRATCH_BYTES + self._attention_bytes(context) + sampler_bytes(SAMPLED_ROWS, vocab_size)
+            scratch = self._dequantized_bytes + self._attention_bytes(context) + sampler_bytes(SAMPLED_ROWS, vocab_size)
             scratch += (
                 staged_bytes(SAMPLED_ROWS, vocab_size) + self.graph_bytes(context) + self._num_graphs * GRAPH_BYTES
             )
         else:  # the reference dequantizes a whole matrix to float32
             shapes = [tensor.shape for tensor in self._model.tensors if len(tensor.shape) > 1]
             scratch = 4 * max((prod(shape[-2:]) for shape in shapes), default=0)
-        return OWN_BYTES[self._device] + self._max_tokens * self._token_bytes + logits + scratch
+        return self.process_bytes + self._max_tokens * self._token_bytes + logits + scratch
 
     def graph_bytes(self, context: int) -> int:
         """Return the bytes in which the CUDA graphs work: of the largest one, since only one runs at a time."""
@@ -135,11 +151,21 @@ class TorchMemory:
 
     @property
     def _token_bytes(self) -> int:
-        """The activations of a token of a step."""
+        """The activations of a token of a step. Logits are not among them: a few rows of a step have any."""
         summary = self._model.summary
-        shapes = [tensor.shape for tensor in self._model.tensors]
-        widest = max((shape[-1] for shape in shapes if len(shape) == 2), default=summary.width)
+        widest = max((shape[1] for shape in self._matrices), default=summary.width)
         return (ACTIVATION_ROWS * summary.width + 2 * min(widest, 8 * summary.width)) * 4
+
+    @property
+    def _dequantized_bytes(self) -> int:
+        """The scratch in which a prompt's matrices are dequantized one at a time; gate and up are one."""
+        largest = max((2 * 2 * prod(shape) for shape in self._matrices), default=0)
+        return SCRATCH_BYTES if self._model.experts else min(SCRATCH_BYTES, largest)
+
+    @cached_property
+    def _matrices(self) -> list[tuple[int, ...]]:
+        """The shapes of the matrices that all tokens of a step are multiplied with: [columns, rows]."""
+        return [tensor.shape for tensor in self._model.tensors if len(tensor.shape) == 2 and not _is_end(tensor.name)]
 
     @cached_property
     def _graph_sizes(self) -> list[GraphSize]:
@@ -191,6 +217,74 @@ class TorchMemory:
         if self._quantize == "int4" and tensor.type in WIDE:
             bits = INT4_BITS
         return tensor.nbytes if bits is None else int(numbers * bits / 8)
+
+
+class TorchPlan(NamedTuple):
+    """A plan, and what the executor has to be made with for it."""
+
+    plan: Plan
+    sequences: int
+    step_tokens: int
+
+
+def plan_for_torch(
+    model: ModelFacts,
+    draft: ModelFacts | None,
+    settings: Settings,
+    machine: MachineMemory,
+    device: str,
+    *,
+    context_bytes: int = 0,
+    least_context: int = 0,
+    with_options: bool = False,
+) -> TorchPlan:
+    """Plan a model. Where memory is short, steps are shorter, and then fewer sequences run at a time, at least one.
+
+    `context_bytes`: as for TorchMemory. Raises EdgeLMError, as `plan` does.
+    """
+
+    def planned(sequences: int, step_tokens: int) -> TorchPlan:
+        def memory(facts: ModelFacts) -> TorchMemory:
+            return TorchMemory(
+                facts,
+                sequences=sequences,
+                device=device,
+                max_tokens=step_tokens,
+                quantize=settings.quantize,
+                context_bytes=context_bytes,
+            )
+
+        beside = DraftModel.of(draft, memory(draft)) if draft else None
+        own = memory(model)
+        return TorchPlan(
+            plan(model, settings, machine, own, draft=beside, least_context=least_context, with_options=with_options),
+            sequences,
+            step_tokens,
+        )
+
+    usual = planned(settings.parallel, STEP_TOKENS[device])
+    if usual.plan.preferred or device != "cuda":
+        return usual
+    sequences = settings.parallel
+    found = [usual, planned(sequences, SMALL_STEP)]
+    while sequences > 1:
+        sequences //= 2
+        found.append(planned(sequences, SMALL_STEP))
+    best = min(found, key=lambda one: _rank(one.plan.chosen))  # of equal ones, the one with the most sequences
+    if best.sequences == settings.parallel or best.plan.note:
+        return best
+    note = f"{best.sequences} of --parallel {settings.parallel} requests run at a time: the GPU has no memory for more"
+    return best._replace(plan=replace(best.plan, note=note))
+
+
+def _rank(option: Option | None) -> tuple[int, int]:
+    """Return how good a choice is, the best the least: a long context first, then an exact cache."""
+    return (0, 0) if option is None else (-option.context, [*TORCH_KV].index(option.kv))
+
+
+def _is_end(name: str) -> bool:
+    """Return whether a tensor is the embedding or the output matrix, of which a step takes a few rows."""
+    return any(end in name for end in ("token_embd", "embed_tokens", "output.weight", "lm_head")) and "attn" not in name
 
 
 def head_bytes(kv: str, head_dim: int) -> int:

@@ -220,19 +220,23 @@ def check_model(
     modes: Sequence[str],
     *,
     quantize: Literal["int4"] | None = None,
+    short: bool = False,
     begins: Callable[[str, str], None] = lambda _, __: None,
 ) -> list[OpVerdict]:
-    """Check the ops of a model in these KV modes. Raises ModelError, and EngineError for a lack of memory."""
+    """Check the ops of a model in these KV modes; `short`: those of one decoded token.
+
+    Raises ModelError, and EngineError for a lack of memory.
+    """
     comparison = Comparison(begins)
     with gpu_errors(), nan_filled(), torch.inference_mode():
         decoder = _some_layers(model, device, dtype, quantize)
         for mode in modes:
             with observed_by(comparison.observe):
                 executor = TorchExecutor(decoder, _options(mode))
-                logits = _run_steps(executor).to(device)
+                logits = (_run_step(executor) if short else _run_steps(executor)).to(device)
                 if mode == modes[0]:
                     _sample(logits)
-            if device.type == "cuda":
+            if device.type == "cuda" and not short:
                 _check_graph(decoder, mode, executor, comparison)
     return list(comparison.verdicts.values())
 
@@ -241,6 +245,13 @@ def _options(mode: str, *, graphs: bool = False) -> TorchOptions:
     return TorchOptions(
         context=CONTEXT, capacity=2 * CONTEXT, kv=mode, max_sequences=4, max_tokens=STEP_TOKENS, graphs=graphs
     )
+
+
+def _run_step(executor: TorchExecutor) -> Tensor:
+    """Decode one token; return its logits."""
+    step = Step((_Walk(0, executor.info.num_vocab).chunk(1, 1),))
+    executor.forward(step)
+    return torch.from_numpy(executor.logits(step))
 
 
 def _run_steps(executor: TorchExecutor) -> Tensor:
@@ -293,7 +304,7 @@ def _sample(logits: Tensor) -> None:
         for place, param in enumerate(params)
     ]
     sampler = DeviceSampler(logits.shape[1], len(rows), logits.device, "triton")
-    sampler.sample(logits[: len(rows)].contiguous(), rows, None)
+    sampler.sample(logits[:1].expand(len(rows), -1).contiguous(), rows, None)
 
 
 def _check_graph(decoder: Decoder, mode: str, plain: TorchExecutor, comparison: Comparison) -> None:

@@ -6,23 +6,30 @@ of models.
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from edgelm.base.machine.gpu import INSTALL, CudaState
+from edgelm.base.machine.gpu import INSTALL, NO_DRIVER, VISIBLE, CudaState, nvidia_gpus, usable_gpus
 
 MIN_CAPABILITY = 8, 0
 TRITON = (3, 6), (3, 10)  # the first supported version, and the first that is not
+# torch from 2.11 on is built for CUDA 13, which needs driver 580.
+OLD_DRIVER = (
+    "update the driver to 580 or newer, or use llama.cpp on the GPU (`edgelm help gpu`), "
+    "or keep the driver and type: pip install 'torch==2.10.*' 'triton==3.6.*'"
+)
 DRIVER_FILES = "/dev/nvidiactl", "/dev/dxg"  # Linux, WSL
 
 
 def find_cuda(driver_files: tuple[str, ...] = DRIVER_FILES) -> CudaState:
     """Check the driver, the packages and the GPU, in this order."""
     if not any(Path(file).exists() for file in driver_files):
-        return CudaState("no NVIDIA driver was found")
+        return CudaState(NO_DRIVER)
     for package in ("torch", "triton"):
         if find_spec(package) is None:
             return CudaState(f"{package} is not installed", INSTALL)
@@ -33,7 +40,36 @@ def find_cuda(driver_files: tuple[str, ...] = DRIVER_FILES) -> CudaState:
     number = tuple(int(part) for part in triton.split(".")[:2] if part.isdecimal())
     if not TRITON[0] <= number < TRITON[1]:
         return CudaState(f"triton is {triton}, and 3.6 to 3.9 are known to work", INSTALL)
+    _name_the_freest_first()
     return _check_gpu()
+
+
+def _name_the_freest_first() -> None:
+    """Let CUDA count the GPU with the most free memory as the first, unless the user has ordered them.
+
+    It has no effect where CUDA has begun in this process. llama.cpp still sees all of them.
+    """
+    gpus = nvidia_gpus()
+    if VISIBLE not in os.environ and len(gpus) > 1 and all(gpu.uuid and not gpu.mig for gpu in gpus):
+        ordered = sorted(gpus, key=lambda gpu: -gpu.free_bytes)
+        os.environ[VISIBLE] = ",".join(gpu.uuid for gpu in ordered)
+
+
+@cache
+def context_bytes() -> int:
+    """Return the bytes of this process's CUDA context, by what was free before it; 0: that is not known.
+
+    The first call makes the context. nvidia-smi does not know the memory of a part of a GPU (MIG).
+    """
+    import torch
+
+    before = {gpu.uuid: gpu.free_bytes for gpu in usable_gpus() if gpu.uuid and not gpu.mig}
+    if not before or torch.cuda.is_initialized():
+        return 0
+    free, _ = torch.cuda.mem_get_info(0)
+    uuid = str(getattr(torch.cuda.get_device_properties(0), "uuid", ""))
+    was_free = next((free_bytes for name, free_bytes in before.items() if uuid and name.endswith(uuid)), free)
+    return max(0, was_free - free)
 
 
 def _check_gpu() -> CudaState:
@@ -48,6 +84,7 @@ def _check_gpu() -> CudaState:
         if not available:
             reason = next((text for warning in noted if "CUDA initialization" in (text := str(warning.message))), "")
             return _unusable(reason, torch.__version__, torch.version.cuda)
+        context = context_bytes()
         name = torch.cuda.get_device_name(0)
         capability = torch.cuda.get_device_capability(0)
         free, total = torch.cuda.mem_get_info(0)
@@ -57,7 +94,7 @@ def _check_gpu() -> CudaState:
         return CudaState(
             f"{name} is older than the Ampere generation (sm_80)", "llama.cpp runs on it", name, free, total
         )
-    return CudaState("", "", name, free, total)
+    return CudaState("", "", name, free, total, context)
 
 
 def _unusable(warning: str, torch_version: str, cuda_version: str) -> CudaState:
@@ -65,7 +102,7 @@ def _unusable(warning: str, torch_version: str, cuda_version: str) -> CudaState:
     if old := re.search(r"too old \(found version (\d+)\)", warning):
         number = f"{int(old[1]) // 1000}.{int(old[1]) % 1000 // 10}"  # 12040: CUDA 12.4
         needed = f"torch {torch_version}, which is built for CUDA {cuda_version}"
-        return CudaState(f"the NVIDIA driver is for CUDA {number}, too old for {needed}", "update the NVIDIA driver")
+        return CudaState(f"the NVIDIA driver is for CUDA {number}, too old for {needed}", OLD_DRIVER)
     reason = re.split(r"CUDA initialization: |\. |, e\.g\.|\(Triggered", warning)[1].strip() if warning else ""
     if reason:
         hint = "restart the machine if the NVIDIA driver was updated; see what nvidia-smi says"

@@ -6,6 +6,8 @@ Owns the choice between the two. Loads nothing of either, so that the front may 
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
@@ -74,6 +76,18 @@ def find_build() -> InstalledLlama:
     if compiled:
         raise EngineError(f"edgelm works with llama-cpp-python {SUPPORTED}, and {other} is installed", INSTALL)
     raise EngineError("llama.cpp is not installed", INSTALL)
+
+
+def gpu_backend_command(build: InstalledLlama, backend: str, prefix: Path = Path(sys.prefix)) -> str:
+    """Return what to type so that llama.cpp computes on a GPU with a backend of ggml, by how edgelm was installed."""
+    package = f"{READY_MADE}-{backend}"
+    if not build.ready_made:  # it has backends of its own, and has to be compiled with another one
+        return "`edgelm help gpu` has the command"
+    if "pipx" in prefix.parts:
+        return f"type: pipx inject edgelm {package}"
+    if {"uv", "tools"} <= {*prefix.parts}:
+        return f"type: uv tool install edgelm --with {package}"
+    return f"type: {shlex.quote(str(prefix / 'bin' / 'python'))} -m pip install {package}"
 
 
 def gpu_library(wheel: GpuWheel, build: InstalledLlama) -> Path | None:

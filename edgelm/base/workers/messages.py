@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -200,6 +200,15 @@ class Footprint:
     is_preferred: bool  # with more memory, context and KV cache would be the same
     note: str = ""  # that the context is shorter than the one for every model, and why
 
+    def with_bytes(self, context_bytes: int) -> Footprint:
+        """Return it with those of a CUDA context, which the plan leaves out: it was there when memory was read."""
+        return replace(
+            self,
+            workspace_bytes=self.workspace_bytes + context_bytes,
+            total_bytes=self.total_bytes + context_bytes,
+            load_peak_bytes=self.load_peak_bytes + context_bytes,
+        )
+
     @property
     def promise_bytes(self) -> int:
         """The bytes that other engines leave to it."""
@@ -216,6 +225,7 @@ class Ready:
     context: int
     port: int | None = None  # None: on the socket of the job
     footprint: Footprint | None = None
+    unused_gpu: str = ""  # the line about a GPU that stands here and is not used
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,8 @@ async def _serve(loaded: LoadedModel, job: ServeJob, child: Child) -> None:
         grammars = await asyncio.to_thread(GrammarCompiler, loaded.tokenizer, info.num_vocab)  # nothing is decoded yet
     logging.basicConfig(format="%(message)s")  # warnings stay in the log of this process
     logging.getLogger().addHandler(_BugsToFront(child))
-    child.send(Ready(loaded.name, info.engine, info.device, info.context, port, loaded.footprint))
+    about = (loaded.name, info.engine, info.device, info.context)
+    child.send(Ready(*about, port, loaded.footprint, loaded.unused_gpu))
     templates = TemplateRunner(loaded.tokenizer, loaded.prompt_tokens)
     if loaded.kind != "text":
         await templates.close()

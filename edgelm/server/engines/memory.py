@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from edgelm.base.errors import EdgeLMError, ModelError, StillLoadingError
-from edgelm.base.machine.gpu import has_torch, nvidia_gpus
+from edgelm.base.machine.gpu import has_torch, usable_gpus
 from edgelm.base.machine.memory import USABLE, available_memory_bytes, process_memory
 from edgelm.base.workers.messages import Footprint, Predict
 from edgelm.base.workers.parent import Worker, WorkerDiedError, ask, in_daemon_thread
@@ -95,12 +95,12 @@ def _ask(name: str, question: Predict) -> Footprint:
 def measure(pids: Collection[int]) -> Measured:
     """Return the memory that is free less a reserve, and that of engine processes with all that they started."""
     processes = {pid: memory for pid in pids if (memory := process_memory(pid)) is not None}
-    gpus = nvidia_gpus() if has_torch() else []
+    gpus = usable_gpus() if has_torch() else []
     return Measured(
         free_bytes=int(USABLE * available_memory_bytes()),
         own_bytes={pid: memory.held for pid, memory in processes.items()},
         resident_bytes={pid: memory.resident for pid, memory in processes.items()},
-        gpu_free_bytes=int(USABLE * gpus[0].free_bytes) if gpus else 0,
+        gpu_free_bytes=int(USABLE * max((gpu.free_bytes for gpu in gpus), default=0)),
     )
 
 

@@ -166,6 +166,7 @@ class EngineProcess:
     ) -> None:
         self.pid = worker.pid
         self.progress: float | None = None  # of loading, 0 to 1
+        self.doing = ""  # beside reading weights: checking or compiling kernels
         self.info: Ready | None = None  # once it is ready
         self._worker = worker
         self._job = job
@@ -260,6 +261,7 @@ class EngineProcess:
         noticed = False
         try:
             while isinstance(reply := await self._worker.areceive(), Loading | Note | Status):
+                self.doing = reply.text if isinstance(reply, Status) else ""
                 if isinstance(reply, Loading):
                     self.progress = reply.share
                 elif (

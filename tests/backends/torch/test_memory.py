@@ -20,6 +20,7 @@ from edgelm.backends.torch.memory import (
     chunk_sum_bytes,
     head_bytes,
     num_chunks,
+    plan_for_torch,
     sampler_bytes,
     split_sum_bytes,
     staged_bytes,
@@ -263,3 +264,27 @@ def test_a_mode_of_llama_cpp_is_refused(tmp_path: Path) -> None:
 def test_capacity_holds_the_context_and_a_block_for_each_sequence() -> None:
     assert capacity(100, 3) == (4 + 3) * BLOCK_LEN
     assert torch.tensor(capacity(8192, 8)).item() % BLOCK_LEN == 0
+
+
+def test_where_memory_is_short_steps_are_shorter_and_then_fewer_sequences_run(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "wide.gguf", quant="q8_0", context=8192, layers=8, heads=32, kv_heads=32)
+    with open_gguf(path) as gguf:
+        facts, settings = model_facts(gguf), Settings(parallel=8, kv="f16", ctx=8192)
+
+    def needed(sequences: int, tokens: int, context_bytes: int = 0) -> int:
+        memory = TorchMemory(facts, sequences=sequences, max_tokens=tokens, context_bytes=context_bytes)
+        return memory.weights.resident + memory.kv_bytes("f16", 8192) + memory.workspace_bytes("f16", 8192)
+
+    def planned(usable_bytes: int, context_bytes: int = 0) -> tuple[bool, int, int]:
+        machine = MachineMemory(free_bytes=int(usable_bytes / 0.95) + 10, cores=1)
+        result, sequences, tokens = plan_for_torch(facts, None, settings, machine, "cuda", context_bytes=context_bytes)
+        assert bool(result.note) == (sequences < 8 and result.chosen is not None)
+        return result.chosen is not None, sequences, tokens
+
+    assert planned(needed(8, 1024)) == (True, 8, 1024)
+    assert planned(needed(8, 512)) == (True, 8, 512)
+    assert planned(needed(2, 512)) == (True, 2, 512)
+    assert planned(needed(1, 512)) == (True, 1, 512)
+    assert not planned(needed(1, 512) - 2**20)[0]
+    assert needed(8, 1024, 300 << 20) == needed(8, 1024) - (300 << 20)  # that context is not among the free memory
+    assert needed(8, 1024, 900 << 20) == needed(8, 1024) - (350 << 20)  # what is more may be another program's

@@ -89,7 +89,11 @@ NOT_SET_UP = (
 @pytest.mark.parametrize(
     ("warning", "problem", "hint"),
     [
-        (TOO_OLD, "the NVIDIA driver is for CUDA 12.4, too old for torch ", "update the NVIDIA driver"),
+        (
+            TOO_OLD,
+            "the NVIDIA driver is for CUDA 12.4, too old for torch ",
+            "update the driver to 580 or newer, or use llama.cpp on the GPU",
+        ),
         (NOT_SET_UP, "torch finds no usable GPU: CUDA unknown error - this may be due to", "restart the machine"),
         ("", "torch finds no usable GPU", "see what nvidia-smi says"),
     ],

@@ -1,0 +1,98 @@
+"""The trial of both engines on a GPU, kept as a fact: which one answers a usual request first.
+
+Owns the file, its key and the comparison. jobs/engine_trial.py measures. Imports no native code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+from edgelm import __version__
+from edgelm.base.atomic import atomic_json, read_json
+from edgelm.base.machine.gpu import nvidia_gpus
+from edgelm.base.machine.llama_build import find_build
+
+FORMAT = 1  # of the file, and of what is measured
+PACKAGES = ("torch", "triton", "edgelm-llama-cuda", "edgelm-llama-vulkan")
+PROMPT, DECODE = 512, 128  # tokens of a usual request
+MAX_FILE_BYTES = 2**16
+FAILED_S = 24 * 3600.0  # a trial that failed is made again after that
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Tokens per second of one engine; 0: it failed, for `problem`."""
+
+    prompt: float = 0.0
+    decode: float = 0.0
+    problem: str = ""
+
+    @property
+    def request_s(self) -> float:
+        """The seconds of a usual request; infinity where the engine failed."""
+        return PROMPT / self.prompt + DECODE / self.decode if self.prompt and self.decode else float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The speeds of both engines with the same model on the same GPU."""
+
+    torch: Speed
+    llama: Speed
+
+    @property
+    def faster(self) -> Literal["torch", "llama"] | None:
+        """The engine that answers a usual request first; None: one of them failed."""
+        if self.failed:
+            return None
+        return "torch" if self.torch.request_s < self.llama.request_s else "llama"
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.torch.problem or self.llama.problem)
+
+    @property
+    def line(self) -> str:
+        """The result for a person."""
+        ours, theirs = (_words(speed) for speed in (self.torch, self.llama))
+        taken = "our own kernels" if self.faster == "torch" else "llama.cpp"
+        return f"our own kernels: {ours}; llama.cpp: {theirs}; --engine auto takes {taken}"
+
+
+def _words(speed: Speed) -> str:
+    if speed.problem:
+        return speed.problem
+    return f"{speed.prompt:,.0f} tokens/s of a prompt, {speed.decode:,.0f} of an answer"
+
+
+def kept_trial(cache: Path) -> Trial | None:
+    """Return the trial that was made with this GPU, driver and packages; None: there is none, or an old failure."""
+    document = read_json(_file(cache), MAX_FILE_BYTES)
+    try:
+        trial = Trial(Speed(**document["torch"]), Speed(**document["llama"]))
+        age_s = time.time() - document["made_at"]
+    except (KeyError, TypeError):
+        return None
+    return None if trial.failed and not 0 <= age_s < FAILED_S else trial
+
+
+def keep_trial(cache: Path, trial: Trial) -> None:
+    """Keep a trial for this GPU, driver and packages."""
+    atomic_json(_file(cache), asdict(trial) | {"made_at": time.time()})
+
+
+def _file(cache: Path) -> Path:
+    """Return the file of a trial here: its name has all that a speed depends on."""
+    build, versions = find_build(), []
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions.append(f"{package} {version(package)}")
+    gpus = [(gpu.name, gpu.driver) for gpu in nvidia_gpus()]
+    identity = repr((FORMAT, __version__, gpus, build.label, versions))
+    return cache / "machine" / f"trial-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
