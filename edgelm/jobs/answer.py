@@ -33,6 +33,7 @@ from edgelm.text.template_worker import TemplateRunner
 if TYPE_CHECKING:
     from edgelm.engine.sampling.grammar import Grammar, GrammarCompiler
 
+CUT = "the answer reached its last token before its grammar ended: bound it, by maxLength, maxItems or {0,200}"
 REPEATED = "the answer ends before a call that repeats an earlier one with the same arguments"
 TAIL = 512  # characters of the prompt that tell where an answer begins
 
@@ -211,6 +212,8 @@ class Answerer:
                         reason = cast(AnswerReason, parser.finish_reason(event.finish_reason))
                     if repeats.found:
                         notes, reason, is_complete = (*notes, REPEATED), "tool_calls", False
+                    if reason in ("length", "context") and _must_end(prepared.request):
+                        notes = (*notes, CUT)
                     message.add(parts)
                     yield AnswerDelta(
                         tuple(parts),
@@ -281,6 +284,11 @@ class Answerer:
             async for event in stream:
                 sampled += event.sampled
         return sampled
+
+
+def _must_end(request: AnswerRequest) -> bool:
+    """Return whether a request gives the form of the whole answer."""
+    return request.grammar is not None or request.tool_choice.mode == "required"
 
 
 async def merged(answers: Sequence[AsyncGenerator[AnswerDelta, None]]) -> AsyncGenerator[AnswerDelta, None]:
