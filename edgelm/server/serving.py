@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import secrets
@@ -171,6 +172,7 @@ async def _serve(
             watch = loop.create_task(wait_unused(table, agents, settings.idle_timeout))
             watch.add_done_callback(lambda done: None if done.cancelled() else stop(None))
         announce()
+        gc.freeze()  # full collections look at what requests make only
         await server.serve(sockets=listeners)
         for task in endings:
             await task
