@@ -87,6 +87,11 @@ reused) and `shared` (one that several conversations begin with); in memory `sna
 - Bodies of more than 64 KiB share 32 MiB of the server's memory, a key's 24 MiB at most; then others wait, and after 30
   seconds they are refused with 429.
 
+## Pictures
+
+`data:` addresses are read, in the form that each API has. Pictures of `http(s)` addresses are fetched from the hosts of
+`edgelm serve --picture-host NAME` only, without following redirects; a private address must be named itself.
+
 ## Request ids
 
 Every answer has the header `x-request-id`: the one of the request, if it has at most 128 letters, digits and
@@ -136,6 +141,8 @@ Such work has a fifth of the time while the same model writes answers.
   from.
 - `edgelm`: `{"past": [MESSAGE, …]}`, messages to draft from; the model does not see them. Answers have a field of this
   name too, with figures and notes.
+- Sampling, `draft`, `repeatable` and the forms of an answer below work in every API. Ollama's belong into `options`,
+  which come before the same fields beside them.
 - `structured_outputs`: one of `{"json": SCHEMA}`, `{"regex": TEXT}`, `{"choice": [TEXT, …]}`, `{"grammar": TEXT}` and
   `{"json_object": true}`, as vLLM's.
 
@@ -166,12 +173,15 @@ note. Messages of one side that follow each other are one, where the chat templa
 ## Small models
 
 Small models write without end where a schema allows it: close the objects of schemas (`"additionalProperties": false`)
-and limit texts and lists (`maxLength`, `maxItems`).
+and limit texts and lists (`maxLength`, `maxItems`). A form without an end of its own, as `[a-z]+` or a text without
+`maxLength`, may go on until `max_tokens` or the end of the context: the answer then ends with `length`, and
+`edgelm.notes` says so. White space has one form in JSON here, so that a model cannot go on with it.
 
 # Fields
 
 *Ignored* fields change no answer of ours. *Refused* fields get a 400 that names them, unless their value requests
-nothing. A field in no list is ignored; `edgelm serve -v` logs it.
+nothing. A field that only another of these APIs has is ignored with a note in `edgelm.notes`. A field in no list is
+ignored; `edgelm serve -v` logs it.
 """
 
 

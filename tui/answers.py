@@ -233,7 +233,7 @@ async def _stream(
         reporting = asyncio.create_task(_report_progress(link, answer, watcher))
         try:
             client = await link.client()
-            model = await _choose(link, client, names)
+            model = await offered_model(link, client, names)
             if model != answer.message.model:
                 answer.message.model = model
             if not answer.session.chat.model and not guide_roots(answer.question):  # the starter answers /help alone
@@ -253,11 +253,13 @@ async def _stream(
     raise AssertionError("the second attempt returns or raises")
 
 
-async def _choose(link: Link, client: Client, names: tuple[str, str]) -> str:
+async def offered_model(link: Link, client: Client, names: tuple[str, str]) -> str:
     """Return the model for an answer; where it is not in the known list, request a new one."""
     try:
         return choose_model(*names, await link.models(), paths=client.is_edgelm)
     except RequestError:
+        if names[0] and await client.knows(names[0]):
+            return names[0]
         return choose_model(*names, await link.models(again=True), paths=client.is_edgelm)
 
 

@@ -162,7 +162,7 @@ class ChatScreen(Screen[None]):
         transcript = self.pane.transcript
         self.status.change(activity="connecting")
         try:
-            models = await self.workspace.link.models()
+            await self.workspace.link.models()
         except EdgeLMError as error:
             self.status.change(activity="not connected")
             transcript.set_notice(str(error))
@@ -176,7 +176,7 @@ class ChatScreen(Screen[None]):
             better: str | None = await asyncio.to_thread(self._suggested_model)
             self.view.better_model = better or ""
         try:
-            if note := self.workspace.choose_default(models):
+            if note := await self.workspace.choose_default():
                 self.notify(clean(note), severity="warning", timeout=10, markup=False)
         except EdgeLMError as error:
             transcript.set_notice(str(error))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -24,12 +24,11 @@ from edgelm.chats.presets import Preset, Presets, apply_preset
 from edgelm.chats.statistics import Statistics, summarize
 from edgelm.chats.store import Store
 from edgelm.chats.store_thread import StoreThread
-from edgelm.client.endpoint import ModelEntry
 from edgelm.client.link import Link
 from edgelm.client.reader import guide_roots
 from edgelm.client.session import Session
 from edgelm.library.names import STARTER
-from edgelm.tui.answers import Answer, Answers, choose_model
+from edgelm.tui.answers import Answer, Answers, offered_model
 from edgelm.tui.lines import short_name
 from edgelm.tui.model_names import find_model, is_path
 from edgelm.tui.tags import split_query
@@ -196,8 +195,12 @@ class Workspace:
         models = await self.link.models(again=True)
         if any(model == entry.id for entry in models):
             return model
-        if is_path(model) and self.link.remote is not None and not (await self.link.client()).is_edgelm:
-            raise RequestError("this endpoint takes no path of a model", "/model shows what it offers")
+        if self.link.remote is not None:
+            client = await self.link.client()
+            if is_path(model) and not client.is_edgelm:
+                raise RequestError("this endpoint takes no path of a model", "/model shows what it offers")
+            if await client.knows(model):
+                return model
         resolved = await asyncio.to_thread(self.defaults.resolve, model)
         return resolved if is_path(resolved) else find_model(models, resolved, can_pull=self.link.remote is None)
 
@@ -273,14 +276,13 @@ class Workspace:
         self._last_model = model
         self.remember("model", model)
 
-    def choose_default(self, models: Sequence[ModelEntry]) -> str:
+    async def choose_default(self) -> str:
         """Answer chats without a model of their own with an offered one; return a line if it is not the last run's.
 
         Raises RequestError if there is none, or not the named one.
         """
-        paths = self.link.connected is None or self.link.connected.is_edgelm
         last = "" if self.defaults.model else self._last_model
-        self._last_model = choose_model(self.defaults.model, last, models, paths=paths)
+        self._last_model = await offered_model(self.link, await self.link.client(), (self.defaults.model, last))
         if not last or self._last_model == last:
             return ""
         return f"{short_name(last)} is not offered here: {short_name(self._last_model)} answers new chats"

@@ -43,6 +43,9 @@ _parse_origins = words(
     r"local|(?!file:)[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+", "local, or origins such as https://chat.example.org"
 )
 _parse_hosts = words(r"[a-z0-9._-]+|[0-9a-f.:]+", "host names or addresses, without a port")
+_parse_picture_hosts = words(
+    r"([a-z0-9._-]+|\[[0-9a-f.:]+\])(:[1-9]\d*)?", "host names or addresses, with a port that is not the usual one"
+)
 _LOADING = "chat run bench serve"  # the commands that load a model to use it
 _DRAFTING = "chat run serve"
 DRAFT_CHOICES = ("auto", "ngram", "mtp", "off")  # values of `draft` that name no model
@@ -229,6 +232,12 @@ class Settings(SamplingSettings, EngineSettings):
         (),
         Check(_parse_hosts, "NAME", "list"),
         "another name of the server in the requests of a proxy or a container",
+        "serve",
+    )
+    picture_host: tuple[str, ...] = _setting(
+        (),
+        Check(_parse_picture_hosts, "NAME", "list"),
+        "a host from which pictures are fetched where a request gives their address; a private one by its address",
         "serve",
     )
     tls_cert: str | None = _setting(

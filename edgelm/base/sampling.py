@@ -32,7 +32,6 @@ class SamplingParam:
     lt: float | None = None
     other_names: tuple[str, ...] = ()  # in an API
     in_openai: bool = False  # an endpoint that is not edgelm knows it
-    in_anthropic: bool = False
 
     def allows(self, value: float) -> bool:
         """Return whether a value is in the range."""
@@ -66,7 +65,6 @@ class SamplingParams:
         "a number of at least 0",
         ge=0,
         in_openai=True,
-        in_anthropic=True,
     )
     top_k: int = _param(  # 0: all
         0,
@@ -74,7 +72,6 @@ class SamplingParams:
         "from the K likeliest tokens; 0 is off",
         "0 (off) or more",
         ge=0,
-        in_anthropic=True,
     )
     top_p: float = _param(
         1.0,
@@ -84,7 +81,6 @@ class SamplingParams:
         gt=0,
         le=1,
         in_openai=True,
-        in_anthropic=True,
     )
     min_p: float = _param(  # relative to the most likely token
         0.0,

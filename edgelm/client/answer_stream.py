@@ -71,30 +71,33 @@ class AnswerStream:
         self._started = started
         self._first = self._last = 0.0
         self._deltas = 0
-        self._usage: Any = None
+        self._usage: dict[str, Any] = {}
         self._own: dict[str, Any] = {}
         self._calls = CallParts()
         self._tags = _ThinkTags() if tags else None
 
-    def take(self, chunk: Any) -> Delta | None:
+    def take(self, chunk: Mapping[str, Any]) -> Delta | None:
+        """Return what a chunk of the answer adds; None: nothing that is shown. A field of another type is none."""
         self.chunks += 1
-        own = mapping((chunk.model_extra or {}).get("edgelm"))
+        own = mapping(chunk.get("edgelm"))
         self._own |= own
-        self._usage = chunk.usage or self._usage
-        if not chunk.choices:
+        self._usage = mapping(chunk.get("usage")) or self._usage
+        choices = chunk.get("choices")
+        if not isinstance(choices, list) or not choices:
             return None
-        choice = chunk.choices[0]
-        self.reason = choice.finish_reason or self.reason
-        extra = choice.delta.model_extra or {} if choice.delta else {}
-        text = clean_text((choice.delta.content or "") if choice.delta else "")
-        reasoning = clean_text(_reasoning(extra))
+        choice = mapping(choices[0])
+        delta, reason = mapping(choice.get("delta")), choice.get("finish_reason")
+        self.reason = reason if isinstance(reason, str) and reason else self.reason
+        content = delta.get("content")
+        text = clean_text(content) if isinstance(content, str) else ""
+        reasoning = clean_text(_reasoning(delta))
         if self._tags is not None:
             tagged, text = self._tags.take(text, is_open=not reasoning)
             reasoning += tagged
-        self._calls.take(choice.delta.tool_calls if choice.delta else None)
+        self._calls.take(delta.get("tool_calls"))
         if not text and not reasoning:
             self.begun |= bool(self._calls.name)
-            return Delta(calling=self._calls.name) if self._calls.name and not choice.finish_reason else None
+            return Delta(calling=self._calls.name) if self._calls.name and not reason else None
         self._last = time.perf_counter()
         self._first = self._first or self._last
         self._deltas += 1
@@ -109,14 +112,14 @@ class AnswerStream:
     def finish(self) -> Finished:
         own, usage = self._own, self._usage
         timings, speculation, context = (mapping(own.get(name)) for name in ("timings", "speculation", "context"))
-        completion = whole(getattr(usage, "completion_tokens", None))
-        prompt = whole(getattr(usage, "prompt_tokens", None))
+        completion = whole(usage.get("completion_tokens"))
+        prompt = whole(usage.get("prompt_tokens"))
         measured = 1000 * (self._first - self._started) if self._first else None
         used = whole(context.get("used"))
         if used is None and prompt is not None and completion is not None:
             used = prompt + completion
         first_token_ms = number(timings.get("first_token_ms"))
-        details = getattr(usage, "completion_tokens_details", None)
+        details = mapping(usage.get("completion_tokens_details"))
         return Finished(
             str(own.get("finish_reason") or self.reason),
             AnswerStats(
@@ -131,7 +134,7 @@ class AnswerStream:
                 context_size=whole(context.get("size")),
                 engine=str(own.get("engine") or ""),
                 device=str(own.get("device") or ""),
-                reasoning_tokens=whole(getattr(details, "reasoning_tokens", None)) or None,
+                reasoning_tokens=whole(details.get("reasoning_tokens")) or None,
             ),
             self._calls.finish(),
         )

@@ -7,23 +7,23 @@ Owns the requests, and the differences between edgelm and other endpoints in the
 from __future__ import annotations
 
 import asyncio
-import importlib
+import json
 import secrets
 import time
-from codecs import BOM_UTF8
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field
-from functools import cache
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from edgelm.base.errors import EngineError, RequestError, StillLoadingError
 from edgelm.base.sampling import SAMPLING
 from edgelm.client.addresses import is_loopback, is_same_server, normalize_address
 from edgelm.client.answer_stream import AnswerStream, Delta, Finished
-from edgelm.client.failures import explained, no_protocol
+from edgelm.client.events import server_events
+from edgelm.client.failures import detail_of, explained, no_protocol
 from edgelm.client.json_values import mapping, number, read_vectors, whole
-from edgelm.client.turns import FunctionTool, Turn, as_messages, may_refuse_system, with_joined_system
+from edgelm.client.turns import FunctionTool, SmallPictures, Turn, as_messages, may_refuse_system, with_joined_system
 from edgelm.client.watching import Seen, watch
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 OWN_OPTIONS = frozenset(name for name, param in SAMPLING.items() if not param.in_openai)
 OPTIONAL = ("stream_options", "reasoning_content")  # fields that are omitted after an endpoint has refused them
 CONNECT_S, READ_S, SHORT_S, EMBED_S = 10.0, 900.0, 10.0, 120.0
+DRAIN_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,7 @@ class Client:
         self._opened: openai.AsyncOpenAI | None = None
         self._refused: set[str] = set()  # those of `OPTIONAL`
         self._takes_late_system = True
+        self._pictures = SmallPictures()
 
     @property
     def address(self) -> str:
@@ -125,6 +127,20 @@ class Client:
         if not isinstance(entries, list):
             raise no_protocol(self.address)
         return [_model_entry(item) for item in entries if isinstance(item, dict) and isinstance(item.get("id"), str)]
+
+    async def knows(self, model: str) -> bool:
+        """Return whether an edgelm endpoint has a model by this name: it lists one of the names of each."""
+        if not self.is_edgelm:
+            return False
+        client = await self._client()
+        import openai
+
+        with explained(self.address):
+            try:
+                await client.get(f"/models/{quote(model, safe='')}", cast_to=object, options={"timeout": SHORT_S})
+            except openai.NotFoundError:
+                return False
+        return True
 
     async def loading(self, model: str) -> Loading | None:
         """Return the loading state of a model's engine; None if it is ready or the endpoint does not report it."""
@@ -223,9 +239,11 @@ class Client:
 
     async def _stream(self, request: ChatRequest, started: float) -> AsyncGenerator[Delta | Finished, None]:
         reading = AnswerStream(started, tags=not self.is_edgelm)
+        if any(turn.images for turn in (*request.turns, *request.past)):
+            turns, past = await asyncio.to_thread(lambda: [*map(self._pictures.apply, (request.turns, request.past))])
+            request = replace(request, turns=turns, past=past)
         client = await self._client()
         import openai
-        from openai.types.chat import ChatCompletionChunk
 
         with explained(self.address, reading):
             # `chat.completions.create` walks all messages in Python: 0.2 s for a conversation of 400.
@@ -233,14 +251,22 @@ class Client:
                 "/chat/completions",
                 body=self._body(request) | self._stream_options(),
                 options={"headers": {"Prefer": "wait", "X-Request-Id": request.request_id}} if self.is_edgelm else {},
-                cast_to=ChatCompletionChunk,
+                cast_to=object,
                 stream=True,
-                stream_cls=openai.AsyncStream[ChatCompletionChunk],
+                stream_cls=openai.AsyncStream[object],
             ) as stream:
-                async for chunk in stream:
-                    delta = reading.take(chunk)
-                    if delta is not None:
-                        yield delta
+                # Its own reader knows neither the byte order mark nor events without data.
+                received = stream.response.aiter_bytes()
+                async with aclosing(server_events(received)) as events:
+                    async for event in events:
+                        if event.data.startswith("[DONE]"):
+                            await _drain(received)
+                            break
+                        chunk = mapping(json.loads(event.data))
+                        if error := chunk.get("error"):
+                            raise openai.APIError(detail_of(error), stream.response.request, body=error)
+                        if (delta := reading.take(chunk)) is not None:
+                            yield delta
         if (rest := reading.rest()) is not None:
             yield rest
         if not reading.chunks:
@@ -282,7 +308,7 @@ class Client:
     def _open(self) -> openai.AsyncOpenAI:
         import openai
 
-        client = _openai_client()(
+        return openai.AsyncOpenAI(
             base_url=self.base_url,
             # Never the key in OPENAI_API_KEY: it is not meant for this endpoint.
             api_key=self._api_key or "none",
@@ -295,43 +321,14 @@ class Client:
                 event_hooks={"response": [_check_redirect]},
             ),
         )
-        importlib.import_module("openai.types.chat")  # here on the thread: it takes another half second
-        return client
 
 
-@cache
-def _openai_client() -> type[openai.AsyncOpenAI]:
-    """Return the package's client with server-sent events by their standard.
-
-    An event without data (`retry:`, `id:`, an empty `data:`) is none, and a byte order mark is no part of the first.
-    """
-    import openai
-    from openai._streaming import ServerSentEvent, SSEDecoder
-
-    class Decoder(SSEDecoder):
-        async def aiter_bytes(self, iterator: AsyncIterator[bytes]) -> AsyncIterator[ServerSentEvent]:
-            async for event in super().aiter_bytes(_without_mark(iterator)):
-                if event.data:
-                    yield event
-
-    class Standard(openai.AsyncOpenAI):
-        def _make_sse_decoder(self) -> SSEDecoder:
-            return Decoder()
-
-    return Standard
-
-
-async def _without_mark(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the bytes of a stream without a byte order mark at its beginning."""
-    head: bytes | None = b""
-    async for part in parts:
-        if head is None:
-            yield part
-        elif len(head := head + part) >= len(BOM_UTF8) or not BOM_UTF8.startswith(head):
-            yield head.removeprefix(BOM_UTF8)
-            head = None
-    if head:
-        yield head
+async def _drain(received: AsyncIterator[bytes]) -> None:
+    """Read the end of an answer, so that its connection can be used again."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_S):
+            async for _ in received:
+                pass
 
 
 async def _check_redirect(response: httpx2.Response) -> None:

@@ -1,11 +1,11 @@
 """Failures of an endpoint as EdgeLMErrors: one line with a reason and a hint.
 
-Owns the translation of the openai package's exceptions. Knows nothing of requests and screens.
+Owns the translation of the exceptions of openai's package and of httpx2 below it. Knows nothing of requests and
+screens.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -32,24 +32,25 @@ class Progress(Protocol):
 
 @contextmanager
 def explained(address: str, progress: Progress | None = None) -> Iterator[None]:
-    """Raise the openai package's exceptions in the block as EdgeLMErrors."""
+    """Raise the exceptions of both packages in the block as EdgeLMErrors."""
+    import httpx2
     import openai
 
     try:
         yield
     except openai.APIStatusError as error:
         raise _explain_status(error, address) from error
-    except openai.APITimeoutError as error:
+    except (openai.APITimeoutError, httpx2.TimeoutException) as error:
         raise EngineError(f"{address} does not answer", "try again, or choose another endpoint") from error
-    except openai.APIConnectionError as error:
+    except (openai.APIConnectionError, httpx2.RequestError) as error:  # httpx2's while an answer is read
         if progress is not None and progress.begun:
             raise EngineError(f"the connection to {address} broke", "regenerate the answer") from error
-        cause = str(error.__cause__ or "") or "no connection"
+        cause = str(error.__cause__ or error) or "no connection"
         message = f"{address} cannot be reached ({cause})"
         raise UnreachableError(message, "start it, or give another --endpoint") from error
     except openai.APIError as error:  # an error event in the middle of a stream
         raise _explain_body(error.message, error.body, address) from error
-    except (openai.OpenAIError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (openai.OpenAIError, ValueError, RecursionError) as error:
         raise no_protocol(address) from error
 
 

@@ -84,6 +84,11 @@ class Link:
             self._models = await client.models()
         return self._models
 
+    @property
+    def is_here(self) -> bool:
+        """Return whether the endpoint has an address of this machine, perhaps of a tunnel that the user made."""
+        return self.remote is None or is_loopback(self.remote)
+
     async def is_own(self) -> bool:
         """Return whether the endpoint is a front of this user on this machine; a tunnel to another machine is not."""
         if self.remote is None:

@@ -130,7 +130,7 @@ class EndpointEmbed:
 
 @dataclass(frozen=True, slots=True)
 class SendQuestion:
-    """What the user is asked before something goes to an endpoint that is not this user's own on this machine.
+    """What the user is asked before something goes to an endpoint that is not on this machine.
 
     It is passages of files, or the messages of a chat that was not written there.
     """
@@ -152,7 +152,7 @@ class Reader:
 
     async def require_consent(self, session: Session) -> None:
         """Ask once whether a chat that was written elsewhere may be sent to this endpoint. Raises RequestError."""
-        if await self._link.is_own():
+        if self._link.is_here:
             return
         endpoint = self._link.remote or ""
         key = f"{HISTORY} {endpoint}"
@@ -185,7 +185,7 @@ class Reader:
     async def _find(
         self, session: Session, text: str, roots: tuple[str, ...], client: Client, model: str, show: Show
     ) -> Reading:
-        remote = "" if set(roots) <= {GUIDE} or await self._link.is_own() else self._link.remote or ""
+        remote = "" if set(roots) <= {GUIDE} or self._link.is_here else self._link.remote or ""
         may_send = session.chat.consents.get(remote) if remote else True
         if may_send is False:
             return Reading(roots, note=refusal(remote))

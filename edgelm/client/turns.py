@@ -1,16 +1,23 @@
 """The turns of a conversation as the messages of a request.
 
-Owns where a system turn behind the history goes if the endpoint takes none there. Knows nothing of requests.
+Owns where a system turn behind the history goes if the endpoint takes none there, and the size of pictures. Knows
+nothing of requests.
 """
 
 from __future__ import annotations
 
+import base64
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from edgelm.base.errors import RequestError
+from edgelm.base.workers.pictures import MAX_STORED_BYTES, storable_picture
 from edgelm.client.failures import ContextFullError
 
+MAX_URL_LEN = MAX_STORED_BYTES * 4 // 3 + 100  # of a picture that is stored now, in base64
+MAX_KEPT_LEN = 64 * 2**20  # of larger ones, for the next request
 REFUSALS = (400, 422, 500)  # statuses with which servers answer what a chat template refuses
 
 
@@ -90,3 +97,31 @@ def with_joined_system(turns: Sequence[Turn]) -> tuple[Turn, ...]:
             turn = replace(turn, text=f"{joined.pop().text}\n\n{turn.text}")
         joined.append(turn)
     return tuple(joined)
+
+
+class SmallPictures:
+    """Reduces pictures that were stored whole: by an older version, or from an import. It waits for a worker."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, str] = OrderedDict()
+
+    def apply(self, turns: Sequence[Turn]) -> tuple[Turn, ...]:
+        """Return turns whose pictures are as large as pictures are stored now, or as they are if they are damaged."""
+        return tuple(
+            replace(turn, images=tuple(map(self._reduced, turn.images))) if turn.images else turn for turn in turns
+        )
+
+    def _reduced(self, url: str) -> str:
+        if len(url) <= MAX_URL_LEN or not url.startswith("data:"):
+            return url
+        if (small := self._kept.get(url)) is None:
+            try:
+                picture = storable_picture(base64.b64decode(url.partition(",")[2]))
+            except (RequestError, ValueError):
+                return url
+            small = f"data:{picture.media_type};base64,{base64.b64encode(picture.data).decode()}"
+            self._kept[url] = small
+            while sum(map(len, self._kept)) > MAX_KEPT_LEN and len(self._kept) > 1:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(url)
+        return small

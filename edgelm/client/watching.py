@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from edgelm.base.errors import EdgeLMError, EngineError
 from edgelm.client.addresses import is_loopback
+from edgelm.client.events import server_events
 from edgelm.client.json_values import clean_text, mapping, number, whole
 
 if TYPE_CHECKING:
@@ -140,14 +142,11 @@ async def watch(
         ):
             if answer.status_code != 200:
                 raise refusal(answer.status_code, address, await answer.aread())
-            name = ""
-            async for line in answer.aiter_lines():
-                field, _, value = line.partition(": ")
-                if field == "event":
-                    name = value
-                elif field == "data" and (seen := read_event(name, value)) is not None:
-                    yield seen
-    except httpx2.HTTPError as error:
+            async with aclosing(server_events(answer.aiter_bytes())) as events:
+                async for event in events:
+                    if (seen := read_event(event.name, event.data)) is not None:
+                        yield seen
+    except (httpx2.HTTPError, UnicodeDecodeError) as error:
         raise EngineError(f"the connection to {address} broke: {error}", "start the server again") from None
 
 

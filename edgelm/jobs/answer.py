@@ -34,6 +34,7 @@ from edgelm.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from edgelm.engine.sampling.grammar import Grammar, GrammarCompiler
 
+CUT = "the answer reached its last token before its grammar ended: bound it, by maxLength, maxItems or {0,200}"
 REPEATED = "the answer ends before a call that repeats an earlier one with the same arguments"
 TAIL = 512  # characters of the prompt that tell where an answer begins
 
@@ -279,6 +280,7 @@ class Decoding:
         self.message, self.repeats = _MessageBuilder(), RepeatedCalls()
         self.is_cut = False  # it ends here, although the engine would go on
         self._notes = prepared.notes
+        self._must_end = request.grammar is not None or request.tool_choice.mode == "required"
         self._tokenizer = tokenizer
         self._limit = IndentLimit(request.least_indent)
         self._is_complete = False  # the model or the grammar ended it
@@ -312,6 +314,8 @@ class Decoding:
         notes = self._notes
         if self.repeats.found:
             notes, reason = (*notes, REPEATED), "tool_calls"
+        if reason in ("length", "context") and self._must_end:
+            notes = (*notes, CUT)
         self.message.add(parts)
         return AnswerDelta(
             tuple(parts),

@@ -1,31 +1,28 @@
 """The pictures of requests: from the address in a message to tokens of a prompt.
 
-Owns which addresses are read. Knows nothing of files of pictures and of how they are encoded.
+Owns which addresses are read; picture_fetch.py has those of other hosts. Knows nothing of files of pictures and of how
+they are encoded.
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from edgelm.backends.model import LoadedModel
 from edgelm.base.config import Settings
 from edgelm.base.errors import NotSeenError, RequestError
-from edgelm.base.places import own_places
 from edgelm.base.workers.parent import in_daemon_thread
 from edgelm.engine.core import PicturePart, PictureSpan, in_prompt
+from edgelm.jobs.picture_fetch import PORTS, SEND, PictureFetcher
 from edgelm.jobs.request import too_long
-from edgelm.library.scan import installed
 from edgelm.text.pictures import PICTURE, name_of, names_in, picture_urls, with_marks
 from edgelm.text.prompt_token_cache import Prompt
 from edgelm.text.template import Message
 
-MOST_NAMES = 8
 _DATA = re.compile(r"data:(?:image/[\w.+-]+|application/octet-stream)?(?:;[\w.+-]+=[^;,]*)*;base64,", re.IGNORECASE)
 
 
@@ -62,17 +59,17 @@ async def read_pictures(
     if not any(isinstance(message.get("content"), list) for message in messages) or not picture_urls(messages):
         return Pictures(messages)
     if loaded.pictures is None:
-        names = await asyncio.to_thread(_seeing, settings)
-        hint = f"these here do: {', '.join(names)}" if names else "pull a model that does, such as gemma3:4b"
-        raise NotSeenError("this model reads no images", hint)
+        raise NotSeenError("this model reads no images", "use one that does, such as gemma3:4b")
     reader, context = loaded.pictures, loaded.engine.info.context
+
+    fetcher = PictureFetcher(settings.picture_host)
 
     def read() -> Pictures:
         marked, marks = with_marks(messages, *others)
         parts: dict[str, tuple[PicturePart, ...]] = {}
         num_tokens = 0
         for url in picture_urls(messages):
-            parts[name_of(url)] = own = reader.read(data_of(url))
+            parts[name_of(url)] = own = reader.read(_data_of(url, fetcher))
             num_tokens += sum(len(part.tokens) for part in own)
             if num_tokens >= context:  # the others may be thousands
                 raise too_long(f"{len(parts)} pictures have {num_tokens:,} tokens", context)
@@ -81,14 +78,7 @@ async def read_pictures(
     return await in_daemon_thread(read)  # those of asyncio.to_thread encode the prompts of others meanwhile
 
 
-def _seeing(settings: Settings) -> list[str]:
-    """Return the names of the installed models that have a projector."""
-    places = own_places()
-    folders: list[Path] = [*settings.model_folders, *places.ollama]
-    return sorted({model.name for model in installed(places.hub, folders=folders) if model.projector})[:MOST_NAMES]
-
-
-def data_of(url: str) -> bytes:
+def _data_of(url: str, fetcher: PictureFetcher) -> bytes:
     """Return the bytes of a picture from its address. Raises RequestError for one that is not read."""
     if match := _DATA.match(url):
         try:
@@ -96,7 +86,6 @@ def data_of(url: str) -> bytes:
         except binascii.Error:
             raise RequestError("the base64 of a picture is damaged", "encode it again") from None
     kind = url.partition(":")[0][:20]
-    raise RequestError(
-        f"a picture's address begins with {kind!r}, and nothing is fetched for a client",
-        "send the picture itself: data:image/png;base64,…",
-    )
+    if kind.lower() in PORTS:
+        return fetcher.fetch(url)
+    raise RequestError(f"a picture's address begins with {kind!r}, and no file is read for a client", SEND)

@@ -5,6 +5,7 @@ Owns the composition of templates and vocabulary. A prompt that cannot fit is re
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from typing import Any
 
@@ -68,7 +69,7 @@ class Prompts:
             tools = []
         support = style.tools
         if support is not None and not support.writes_calls:
-            messages = with_plain_calls(messages, support.form)
+            messages = await asyncio.to_thread(with_plain_calls, messages, support.form)
         if support is not None and tools and not support.describes_tools:
             plain = [{**message, "content": text_of(message.get("content"))} for message in messages]
             messages, tools = with_tools_text(plain, support.form, tools), []

@@ -18,7 +18,8 @@ from edgelm.text.calls.schema import ToolSchema, parameters_of
 MAX_CHECKS = 128  # of one request; kept results cost none
 MAX_CPU_S = 4.0  # of one request's checks
 REFUSED_CPU_S = 2.0  # counted for a check that the worker did not survive
-MAX_KEPT_CHARS = 2**22  # of the schemas whose results are kept, least recently used out first
+MAX_KEPT = 512  # schemas whose results are kept, least recently used out first: an entry takes kilobytes
+MAX_KEPT_CHARS = 2**22  # of them all
 _ANYTHING: dict[str, Any] = {"type": "object"}
 
 
@@ -81,5 +82,5 @@ class ToolSchemas:
         if spec not in self._kept:  # another request may have been faster
             self._kept_chars += len(spec.source)
         self._kept[spec] = result
-        while self._kept_chars > MAX_KEPT_CHARS:
+        while len(self._kept) > MAX_KEPT or self._kept_chars > MAX_KEPT_CHARS:
             self._kept_chars -= len(self._kept.popitem(last=False)[0].source)

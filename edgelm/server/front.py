@@ -104,6 +104,7 @@ def front_app(front: Front, rules: Rules) -> ASGIApp:
             error_event=dialect.error_event,
             ping=dialect.ping,
             forwarded=room.aclose,
+            not_seen=front.models.not_seen,
             media_type=dialect.media_type,
         )
 

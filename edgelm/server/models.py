@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from edgelm.base.errors import ModelError
+from edgelm.base.errors import ModelError, NotSeenError
 from edgelm.base.model_tables import ModelTable, owner_of, table_of
 from edgelm.base.workers.parent import in_daemon_thread
 from edgelm.library.local import find_local, require_runnable, runs_here
@@ -20,6 +20,7 @@ from edgelm.library.scan import LocalModel, installed
 from edgelm.server.api.errors import ApiError
 
 DESCRIBE_LIMIT_S = 60.0
+MOST_NAMES = 8  # in an error
 LATEST = ":latest"  # Ollama's tag of a name without one
 
 
@@ -108,6 +109,15 @@ class ModelNames:
         for listed in await self.described([model]):
             return listed
         raise _gone(model)
+
+    async def not_seen(self) -> NotSeenError:
+        """Return the error for a picture that a model does not read, with the names of those here that do."""
+        models = await asyncio.to_thread(lambda: [model.name for model in self._runnable() if model.projector])
+        names = ", ".join(sorted(set(models))[:MOST_NAMES])
+        return NotSeenError(
+            "this model reads no images",
+            f"these here do: {names}" if names else "pull one that does, such as gemma3:4b",
+        )
 
     async def require_engine(self, model: LocalModel) -> None:
         """Raise ApiError for a model that no engine can run, before a process is started for it.

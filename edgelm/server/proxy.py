@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from edgelm.base.errors import EdgeLMError, EngineError, StillLoadingError
-from edgelm.server.api.errors import RETRY_AFTER, ApiError, as_api_error
+from edgelm.server.api.errors import NOT_SEEN, RETRY_AFTER, ApiError, as_api_error
 from edgelm.server.engines.process import EngineProcess
 from edgelm.server.engines.slots import EngineSlot
 from edgelm.server.keys import CLIENT, NAMESPACE, USAGE
@@ -82,6 +82,7 @@ async def forward(
     error_event: ErrorEvent,
     ping: bytes,
     forwarded: Callable[[], Awaitable[None]],
+    not_seen: Callable[[], Awaitable[EdgeLMError]],
     media_type: str = MEDIA_TYPE,
 ) -> Response:
     """Return the engine's answer to a POST; a streamed answer takes over the contents of the stack.
@@ -89,6 +90,7 @@ async def forward(
     The engine keeps the request and its answer for requests of the same `namespace`; each `client` has its turn. It has
     `wait_s` to start. A stream whose engine takes longer than PATIENCE_S is opened at once; a later failure is its last
     event, of `media_type` as the others. `forwarded` is called when the answer begins: the body is not sent again.
+    `not_seen` returns the error for a model that does not read pictures.
     Raises the EdgeLMError of an engine that does not start or ends before the answer begins, ApiError if the system has
     no room for a connection, ClientLeftError.
     """
@@ -112,6 +114,8 @@ async def forward(
             taken = await _ask(build, slot, await slot.ready(wait_s), closing)
         sent.forget()
         await forwarded()
+        if NOT_SEEN in taken.upstream.headers:
+            raise await not_seen()
         return taken
 
     await unless_client_leaves(request, asyncio.wait({starting}, timeout=PATIENCE_S if streamed else None))

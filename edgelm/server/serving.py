@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import secrets
@@ -173,6 +174,7 @@ async def _serve(
             watch.add_done_callback(lambda done: None if done.cancelled() else stop(None))
         trying = loop.create_task(try_when_idle(table, config.places.cache))
         announce()
+        gc.freeze()  # full collections look at what requests make only
         await server.serve(sockets=listeners)
         trying.cancel()
         for task in endings:

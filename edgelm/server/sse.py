@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
@@ -70,15 +70,18 @@ def named_event(name: str, document: Mapping[str, Any]) -> bytes:
 
 
 def json_pieces(value: Any, depth: int = PIECES_DEPTH) -> Iterator[bytes]:
-    """Yield a document as JSON, a vector or a token at a time.
+    """Yield a document as JSON, a vector or a token at a time; an iterator in it is a list.
 
     `json.dumps` of a million numbers would stop every other thread for a second.
     """
     if isinstance(value, dict) and depth:
-        entries = [(_json(name) + b":", entry) for name, entry in value.items()]
+        entries: Iterable[tuple[bytes, Any]] = [(_json(name) + b":", entry) for name, entry in value.items()]
         begin, end = b"{", b"}"
     elif isinstance(value, list) and depth and value and isinstance(value[0], dict | list):
         entries = [(b"", entry) for entry in value]
+        begin, end = b"[", b"]"
+    elif isinstance(value, Iterator):
+        entries = ((b"", entry) for entry in value)
         begin, end = b"[", b"]"
     else:
         yield _json(value)

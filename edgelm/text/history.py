@@ -80,7 +80,7 @@ def turn_key(message: Message) -> str:
     """
     functions = [call.get("function") for call in message.get("tool_calls") or [] if isinstance(call, dict)]
     calls = [
-        [function.get("name"), _arguments(function.get("arguments"))]
+        [function.get("name"), arguments_of(function.get("arguments"))]
         for function in functions
         if isinstance(function, dict)
     ]
@@ -143,10 +143,10 @@ def _normalized_call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call
-    return {"type": "function", **call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+    return {"type": "function", **call, "function": {**function, "arguments": arguments_of(function.get("arguments"))}}
 
 
-def _arguments(arguments: object) -> dict[str, Any]:
+def arguments_of(arguments: object) -> dict[str, Any]:
     """Return the arguments of a call as an object. A call that was cut off has none, but must not fail its chat."""
     if isinstance(arguments, dict):
         return arguments

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -15,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from edgelm.base.config import load_config
 from edgelm.base.errors import BusyError, EdgeLMError, EngineError, RequestError
@@ -30,7 +34,7 @@ from edgelm.client.failures import ContextFullError, UnreachableError
 from edgelm.client.json_values import number, whole
 from edgelm.client.link import Link
 from edgelm.client.local import OwnFront
-from edgelm.client.turns import Turn
+from edgelm.client.turns import MAX_URL_LEN, Turn
 from tests.tui.fake_endpoint import ANSWER, FakeEndpoint
 
 REQUEST = ChatRequest("starter", (Turn("system", "Be brief."), Turn("user", "Sort")), {"temperature": 0.5, "top_k": 4})
@@ -331,10 +335,12 @@ async def streamed(body: bytes, cuts: int = 7) -> tuple[str, str, Finished]:
 
     server = await asyncio.start_server(talk, "127.0.0.1", 0)
     client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-    await client.connect()
-    items = [item async for item in client.chat(REQUEST)]
-    await client.close()
-    server.close()
+    try:
+        await client.connect()
+        items = [item async for item in client.chat(REQUEST)]
+    finally:
+        await client.close()
+        server.close()
     *deltas, finished = items
     assert isinstance(finished, Finished)
     parts = [delta for delta in deltas if isinstance(delta, Delta)]
@@ -354,6 +360,63 @@ async def test_events_by_the_standard(cuts: int) -> None:
     body = b"\xef\xbb\xbfdata: " + one + b"\n\nretry: 3000\n\n: a comment\n\nid: 7\n\nevent: ping\n\ndata:\n\n"
     body += b"id: 8\r\nevent: message\r\ndata:" + two + b"\r\n\r\n\r\ndata: " + end + b"\n\ndata: [DONE]\n\n"
     assert (await streamed(body, cuts))[:2] == ("", "Hello world")
+
+
+@pytest.mark.parametrize("cuts", [1, 3, 4096])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+async def test_lines_end_by_the_standard_alone(cuts: int, end: bytes) -> None:
+    """Python's splitlines() would cut a text at U+2028 and U+0085."""
+    chunks = [chunk.decode("unicode_escape").encode() for chunk in said("a\u2028b", "c\u0085")]
+    body = b"".join(b"data: " + chunk + 2 * end for chunk in chunks)
+    assert (await streamed(body, cuts))[:2] == ("", "a\u2028bc\u0085")
+
+
+async def test_fields_of_other_types_are_none() -> None:
+    odd: list[object] = [
+        {"choices": [{"delta": {"content": ["x"], "tool_calls": "x", "reasoning": 1}, "finish_reason": 7}]},
+        {"choices": [{"delta": "x"}]}, {"choices": ["x"]}, {"choices": {}}, {"choices": [], "usage": 3}, 7, "x", [],
+    ]  # fmt: skip
+    body = b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in odd)
+    reasoning, text, finished = await streamed(body + b"".join(b"data: " + chunk + b"\n\n" for chunk in said("Yes")))
+    assert (reasoning, text, finished.reason) == ("", "Yes", "stop")
+
+
+@pytest.mark.parametrize(
+    "document", [b"{", b"[" * 100_000, b"9" * 5000, b'"\xff"'], ids=["cut", "deep", "long", "bytes"]
+)
+async def test_an_event_that_is_no_json_is_another_protocol(document: bytes) -> None:
+    with pytest.raises(EdgeLMError, match="does not speak OpenAI's protocol"):
+        await streamed(b"data: " + document + b"\n\n")
+
+
+async def test_pictures_that_were_stored_whole_are_sent_smaller(client: Client, endpoint: FakeEndpoint) -> None:
+    noise = random.Random(0).randbytes(3 * 900 * 900)
+    file = io.BytesIO()
+    Image.frombytes("RGB", (900, 900), noise).save(file, "PNG")
+    large, small = (f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in (file.getvalue(), b"small"))
+    broken = f"data:image/png;base64,{base64.b64encode(bytes(2 * 2**20)).decode()}"
+    for _ in range(2):
+        await ask(client, ChatRequest("starter", (Turn("user", "Look", images=(large, small, broken)),)))
+    sent = [
+        [part["image_url"]["url"] for part in request["messages"][0]["content"] if part["type"] == "image_url"]
+        for request in endpoint.requests
+    ]
+    assert sent[0] == sent[1]
+    assert sent[0][0].startswith("data:image/jpeg;base64,")
+    assert len(sent[0][0]) <= MAX_URL_LEN < len(large)
+    assert sent[0][1:] == [small, broken], "one that is small, and one that nobody can decode, are sent as they are"
+
+
+def test_nothing_is_asked_about_an_endpoint_of_this_machine(tmp_path: Path) -> None:
+    def link(endpoint: str | None) -> Link:
+        return Link(endpoint=endpoint, api_key=None, runtime=tmp_path, log=tmp_path / "log")
+
+    assert link(None).is_here
+    assert link("http://127.0.0.1:11434/v1").is_here
+    assert link("http://[::1]:1234/v1").is_here
+    assert link("http://localhost/v1").is_here
+    assert not link("http://192.168.1.5:11500/v1").is_here
+    assert not link("https://localhost.example/v1").is_here
 
 
 @pytest.mark.parametrize(

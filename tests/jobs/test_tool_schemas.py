@@ -14,7 +14,7 @@ from edgelm.base.errors import RequestError
 from edgelm.base.workers.grammars import CheckedGrammar, GrammarSpec
 from edgelm.engine.sampling.grammar_checker import GrammarChecker
 from edgelm.engine.sampling.grammar_worker import check_grammar
-from edgelm.jobs.tool_schemas import MAX_CHECKS, ToolSchemas
+from edgelm.jobs.tool_schemas import MAX_CHECKS, MAX_KEPT, ToolSchemas
 from tests.real_data import template
 from tests.served import loaded_model, served
 from tests.tiny import write_tiny
@@ -142,3 +142,14 @@ async def test_a_chat_does_not_wait_for_the_schemas_of_others(model: LoadedModel
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert await chat_s() < limit_s
+
+
+async def test_small_schemas_are_kept_up_to_a_number() -> None:
+    """Four million characters of small ones were 20,000 results, of kilobytes each."""
+    schemas = ToolSchemas(checks := Checks())
+    for number in range(MAX_KEPT + 1):
+        await schemas.of([function(number)])
+    await schemas.of([function(MAX_KEPT)])
+    assert checks.count == MAX_KEPT + 1
+    await schemas.of([function(0)])
+    assert checks.count == MAX_KEPT + 2, "the first was forgotten"

@@ -31,6 +31,7 @@ class Front:
         self.process = process
         self.address = address
         self.log = log
+        self.picture_host = ""  # that it may fetch from, where a test has one
         self.http = httpx2.Client(base_url=address, timeout=LIMIT_S, trust_env=False)
 
     def chat(self, model: str = "tiny", text: str = "hello", **fields: Any) -> httpx2.Response:

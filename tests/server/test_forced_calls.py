@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from edgelm.backends.model import LoadedModel
-from edgelm.jobs.answer import REPEATED
+from edgelm.jobs.answer import CUT, REPEATED
 from tests.real_data import template
 from tests.served import Served, loaded_model, served
 from tests.tiny import write_tiny
@@ -166,3 +166,30 @@ async def test_responses(models: dict[str, LoadedModel], choice: Any) -> None:
         assert [call.arguments for call in calls] == ['{"city": "cat"}']
         answer = await edgelm.client.responses.create(**fields, tools=[now], tool_choice="required")
         assert [item.arguments for item in answer.output if item.type == "function_call"] == ["{}"]
+
+
+@pytest.mark.parametrize("form", [{"regex": "[a-z ]+"}, {"json": {"type": "string"}}, {"grammar": "root ::= [a-z]*"}])
+async def test_a_form_without_an_end_ends_at_the_limit_and_says_so(models: dict[str, LoadedModel], form: Any) -> None:
+    async with endless(models["gemma-2-format"]) as (edgelm, fields):
+        fields |= {"max_tokens": 40, "extra_body": {"structured_outputs": form}}
+        answer = await edgelm.client.chat.completions.create(**fields)
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.to_dict()["edgelm"]["notes"] == [CUT]
+
+
+async def test_a_schema_leaves_no_room_for_white_space_without_an_end(models: dict[str, LoadedModel]) -> None:
+    """A model that only wants to write spaces and line breaks still ends: JSON has one form."""
+    loaded = models["gemma-2-format"]
+    blank = {
+        str(token): 100
+        for token in range(loaded.tokenizer.num_tokens)
+        if (piece := loaded.tokenizer.piece(token)) and not piece.strip()
+    }
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"type": "array", "maxItems": 1}}}
+    schema |= {"required": ["a", "b"], "additionalProperties": False}
+    schema["properties"]["b"]["items"] = {"type": "null"}  # type: ignore[index]
+    async with endless(loaded) as (edgelm, fields):
+        fields |= {"logit_bias": blank, "extra_body": {"structured_outputs": {"json": schema}}}
+        answer = await edgelm.client.chat.completions.create(**fields)
+        assert answer.choices[0].finish_reason == "stop"
+        assert json.loads(answer.choices[0].message.content).keys() == {"a", "b"}

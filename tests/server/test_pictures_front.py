@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import base64
 import struct
+import threading
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import anthropic
@@ -40,15 +43,36 @@ def image(url: str = URL) -> dict[str, Any]:
 TEXT = {"type": "text", "text": QUESTION}
 
 
+@contextmanager
+def pictures_of_another_host() -> Iterator[str]:
+    """Serve the picture at every path; yield address and port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(base64.b64decode(DATA))
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
 @pytest.fixture(scope="module")
 def front(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     folder = tmp_path_factory.mktemp("models")
     model, _ = write_pair(folder / "pair", "qwen3vl")
     blind = write_tiny(folder / f"{BLIND}.gguf", chat_template="{{ messages[0].content }}")
     log = tmp_path_factory.mktemp("log") / "front.log"
-    seen = {"EDGELM_MODEL_DIRS": str(folder), "EDGELM_CTX": "1024"}
-    with serving(environment | seen, model, blind, log=log) as running:
-        yield running
+    with pictures_of_another_host() as host:
+        seen = {"EDGELM_PICTURE_HOST": host, "EDGELM_CTX": "1024"}
+        with serving(environment | seen, model, blind, log=log) as running:
+            running.picture_host = host
+            yield running
     said = log.read_text()
     print(said)
     assert "Traceback" not in said
@@ -126,15 +150,37 @@ def test_ollama(front: Front, expected: tuple[str, int]) -> None:
     assert "vision" not in post("/api/show", model=BLIND)["capabilities"]
 
 
+def test_a_picture_of_a_host_that_the_owner_allows(front: Front, expected: tuple[str, int]) -> None:
+    url = f"http://{front.picture_host}/cat.png"
+    answer = httpx2.post(f"{front.address}/v1/chat/completions", json=chat(image(url), TEXT), timeout=LIMIT_S).json()
+    assert (answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens"]) == expected
+
+
+@pytest.mark.parametrize("path", ["/completion", "/v1/completions"])
+def test_llama_servers_form_of_a_prompt_with_pictures(front: Front, path: str) -> None:
+    prompt: dict[str, Any] = {"prompt_string": "What is <__media__>?", "multimodal_data": [DATA]}
+    for asked in (prompt, [prompt]):
+        answer = httpx2.post(
+            f"{front.address}{path}", json={"model": MODEL, "prompt": asked, "max_tokens": 2}, timeout=LIMIT_S
+        )
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "unsupported_content")
+        assert "multimodal_data is not read here: send pictures in messages" in error["message"]
+    text = {"model": MODEL, "prompt": {"prompt_string": "Hello"}, "max_tokens": 2}
+    assert httpx2.post(f"{front.address}{path}", json=text, timeout=LIMIT_S).status_code == 200
+
+
 def test_llama_server_says_who_sees(front: Front) -> None:
     for model, sees in ((MODEL, True), (BLIND, False)):
         props = httpx2.get(f"{front.address}/props", params={"model": model}, timeout=LIMIT_S).json()
         assert props["modalities"]["vision"] is sees
 
 
-def test_a_model_that_does_not_see_names_those_that_do(client: openai.OpenAI) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_that_does_not_see_names_those_that_do(client: openai.OpenAI, stream: bool) -> None:
+    """They are files that the server was given."""
     with pytest.raises(openai.BadRequestError, match=f"this model reads no images; these here do: .*{MODEL}") as raised:
-        client.chat.completions.create(**chat(image(), TEXT) | {"model": BLIND})
+        client.chat.completions.create(**chat(image(), TEXT) | {"model": BLIND, "stream": stream})
     assert raised.value.code == "unsupported_content"
 
 

@@ -151,6 +151,12 @@ async def endpoint() -> AsyncIterator[FakeEndpoint]:
 
 
 @pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let endpoints be as those of another machine."""
+    monkeypatch.setattr("edgelm.client.link.is_loopback", lambda _: False)
+
+
+@pytest.fixture
 def open_chat(endpoint: FakeEndpoint, tmp_path: Path, quick_pilot: None) -> Open:
     """Return a context manager that runs the chat; all its calls in one test use the same file of chats."""
 

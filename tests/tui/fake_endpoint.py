@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
 
 ANSWER = """Quicksort picks a *pivot* and splits the list around it:
 
@@ -51,6 +52,7 @@ class FakeEndpoint:
     models: list[str] = field(default_factory=lambda: ["starter", "qwen3-4b-q4_k_m.gguf"])
     context: int = 4096
     paths: dict[str, str] = field(default_factory=dict)  # of models
+    other_names: list[str] = field(default_factory=list)  # of models that it lists by one name
     seeing: list[str] = field(default_factory=list)  # the models that read pictures
     die_after: int | None = None  # tokens, then an error event as the front sends it when its engine died
     drop_after: int | None = None  # tokens, then the connection is cut
@@ -167,6 +169,8 @@ class FakeEndpoint:
                 if model["id"] in self.paths:
                     model["edgelm"] = {"path": self.paths[model["id"]]}
             return 200, {"object": "list", "data": data}
+        if unquote(path.removeprefix("/v1/models/")) in [*self.models, *self.other_names]:
+            return 200, {"id": path, "object": "model"}
         if path == "/edgelm/ps" and self.is_edgelm:
             state = {"state": "starting", "progress": self.loading[0]} if self.loading else {"state": "ready"}
             return 200, {"pid": 1, "models": [{"model": name, "error": None, "progress": None,

@@ -209,6 +209,7 @@ async def test_quitting_with_unsaved_changes_asks(open_chat: Open, tmp_path: Pat
         await chat.sees("starter · ready")
 
 
+@pytest.mark.usefixtures("far")
 async def test_an_answer_that_was_cut_off_by_a_kill_says_so(open_chat: Open, tmp_path: Path) -> None:
     store = Store(tmp_path / "chats.db")
     chat = Chat(title="killed")

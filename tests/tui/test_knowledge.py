@@ -184,6 +184,7 @@ async def test_what_was_read_is_kept_and_read_again_for_another_answer(
         assert "80 GB" in reading.passages[0].text
 
 
+@pytest.mark.usefixtures("far")
 async def test_another_machine_gets_passages_only_after_a_yes(open_chat: Open, folder: Path) -> None:
     question = "What does the frobnicator need?"
     async with open_chat((180, 40)) as chat:
@@ -214,6 +215,7 @@ async def test_another_machine_gets_passages_only_after_a_yes(open_chat: Open, f
         assert "40 GB" in sent(chat)[-1][-2][1], "it is asked once"
 
 
+@pytest.mark.usefixtures("far")
 async def test_the_dialog_does_not_send_by_accident(open_chat: Open, folder: Path) -> None:
     async with open_chat() as chat:
         await know(chat, folder)
@@ -307,6 +309,7 @@ async def test_the_screen_goes_on_while_files_are_indexed(
         go_on.set()
 
 
+@pytest.mark.usefixtures("far")
 async def test_both_answers_are_seen_in_a_small_terminal(open_chat: Open, folder: Path) -> None:
     for number in range(9):
         (folder / f"{number}-with-a-name-that-{'is-rather-' * 4}long.md").write_text(
@@ -318,6 +321,7 @@ async def test_both_answers_are_seen_in_a_small_terminal(open_chat: Open, folder
         await chat.sees("No: ask without them", "Yes: send passages to")
 
 
+@pytest.mark.usefixtures("far")
 async def test_a_no_is_asked_again_after_know(open_chat: Open, folder: Path) -> None:
     question = "What does the frobnicator need?"
     async with open_chat() as chat:

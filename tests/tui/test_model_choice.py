@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from edgelm.tui.workspace import ChatDefaults
 from tests.tui.conftest import Open
 from tests.tui.fake_endpoint import FakeEndpoint
@@ -63,7 +65,8 @@ async def test_another_model_than_the_last_runs_is_told(open_chat: Open, endpoin
         await chat.hears("one is not offered here: two answers new chats")
 
 
-async def test_a_chat_goes_to_another_endpoint_only_when_its_user_agrees(
+@pytest.mark.usefixtures("far")
+async def test_a_chat_goes_to_another_machine_only_when_its_user_agrees(
     open_chat: Open, endpoint: FakeEndpoint, tmp_path: Path
 ) -> None:
     async with open_chat() as chat:
@@ -87,6 +90,34 @@ async def test_a_chat_goes_to_another_endpoint_only_when_its_user_agrees(
         await chat.answered()
         await chat.ask("and on")
         assert len(remote.requests) == 2
+
+
+async def test_a_chat_goes_to_another_endpoint_of_this_machine_without_a_question(
+    open_chat: Open, endpoint: FakeEndpoint
+) -> None:
+    async with open_chat() as chat:
+        await chat.ask("a secret")
+        chat_id = chat.session.chat.id
+    async with FakeEndpoint().serve() as other, open_chat(address=other.address) as chat:
+        await chat.ready()
+        await chat.screen.workspace.open_chat(chat_id)
+        chat.screen.view.show_chat()
+        await chat.ask("go on")
+        assert len(other.requests) == 1
+
+
+async def test_another_name_of_a_model_of_edgelm(open_chat: Open, endpoint: FakeEndpoint) -> None:
+    """It lists one of the names that it knows."""
+    endpoint.other_names = ["org/coder:q4"]
+    async with open_chat(defaults=ChatDefaults(model="org/coder:q4")) as chat:
+        await chat.ready()
+        assert "does not offer" not in chat.text
+        await chat.ask("Hello")
+        await chat.ask("/model starter")
+        await chat.ask("Again")
+        await chat.ask("/model org/coder:q4")
+        await chat.ask("And again")
+    assert [request["model"] for request in endpoint.requests] == ["org/coder:q4", "starter", "org/coder:q4"]
 
 
 async def test_only_edgelm_offers_to_explore(open_chat: Open, endpoint: FakeEndpoint) -> None:

@@ -32,7 +32,12 @@ async def model(face: Face, argument: str) -> None:
     elif is_path(path := unquoted(argument)):
         _set_model(face, await workspace.offered(path))
     else:
-        _set_model(face, find_model(models, argument, can_pull=not no_pull_reason(face)))
+        try:
+            _set_model(face, find_model(models, argument, can_pull=not no_pull_reason(face)))
+        except EdgeLMError:  # not by the names that are listed
+            if not await (await workspace.link.client()).knows(argument):
+                raise
+            _set_model(face, argument)
 
 
 async def pull(face: ScreenFace, argument: str) -> None:

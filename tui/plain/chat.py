@@ -143,8 +143,8 @@ class PlainChat:
             self._lines.load_history(last_run.sent)
             self._lines.complete_with(self._suggest)
             self._unsent = last_run.settings.get("draft", "") if self._lines.can_prefill else ""
-            models = self._wait(told(self._writer, "connecting", self._workspace.link.models()))
-            if note := self._workspace.choose_default(models):
+            self._wait(told(self._writer, "connecting", self._workspace.link.models()))
+            if note := self._wait(self._workspace.choose_default()):
                 self._writer.line(note)
         except EdgeLMError as error:
             self._writer.error(error)

@@ -6,6 +6,8 @@ does so where a model without causal attention gets more tokens at a time than i
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,8 +123,9 @@ class LlamaEmbedder:
     def _copy(self, pointer: Any, shape: tuple[int, ...]) -> NDArray[np.float32]:
         if not pointer:
             raise EngineError("llama.cpp computed no embedding", "this model may not support it")
-        values: NDArray[np.float32] = np.ctypeslib.as_array(pointer, shape).copy()
-        return values
+        # Not as_array(): ctypes keeps a type for each shape for ever.
+        data = ctypes.string_at(pointer, np.dtype(np.float32).itemsize * math.prod(shape))
+        return np.frombuffer(data, np.float32).reshape(shape).copy()
 
     # -- the context -----------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from edgelm.jobs.request import AnswerDelta, AnswerReason, Span
 from edgelm.server.api.arguments import custom_input
 from edgelm.server.api.dialect import COMMENT, DONE, AnswerContext
 from edgelm.server.api.errors import ApiError
-from edgelm.server.api.logprobs import chat_logprobs
+from edgelm.server.api.logprobs import FEW_TOKENS, chat_logprobs, each_logprobs
 from edgelm.text.parse import Args, CallBegin, CallEnd, Content, Part, Reasoning
 
 
@@ -84,15 +84,16 @@ class ChatReply:
         for delta in deltas:
             answers.setdefault(delta.choice, []).append(delta)
         self._last = {choice: answer[-1] for choice, answer in answers.items()}
+        is_large = sum(len(delta.sampled) for delta in deltas) > FEW_TOKENS
         spans = joined_spans([part for delta in answers[0] for part in delta.parts])
         return self._envelope(
-            "chat.completion", [self._whole_choice(index, answers[index]) for index in sorted(answers)]
+            "chat.completion", [self._whole_choice(index, answers[index], is_large) for index in sorted(answers)]
         ) | {
             "usage": self._usage(),
             "edgelm": figures(self._last[0], self._context.executor) | ({"drafted": spans} if spans else {}),
         }
 
-    def _whole_choice(self, index: int, deltas: list[AnswerDelta]) -> dict[str, Any]:
+    def _whole_choice(self, index: int, deltas: list[AnswerDelta], is_large: bool) -> dict[str, Any]:
         parts = [part for delta in deltas for part in delta.parts]
         content = "".join(part.text for part in parts if isinstance(part, Content))
         reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
@@ -121,7 +122,7 @@ class ChatReply:
         return {
             "index": index,
             "message": message,
-            "logprobs": self._logprobs([sample for delta in deltas for sample in delta.sampled]),
+            "logprobs": self._logprobs([sample for delta in deltas for sample in delta.sampled], is_large=is_large),
             "finish_reason": self._reason(last.reason),
         }
 
@@ -192,10 +193,12 @@ class ChatReply:
             "choices": choices,
         }
 
-    def _logprobs(self, sampled: Sequence[Sampled]) -> dict[str, Any] | None:
+    def _logprobs(self, sampled: Sequence[Sampled], *, is_large: bool = False) -> dict[str, Any] | None:
+        """Return the log-probabilities of tokens; those of a large answer are an iterator, for `json_pieces`."""
         if not self._options.has_logprobs:
             return None
-        return {"content": chat_logprobs(self._context.tokenizer, sampled), "refusal": None}
+        entries = each_logprobs if is_large else chat_logprobs
+        return {"content": entries(self._context.tokenizer, sampled), "refusal": None}
 
     def _usage(self) -> dict[str, Any]:
         counts = usage(self._last, self._options.num_choices)

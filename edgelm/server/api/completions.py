@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from edgelm import __version__
 from edgelm.base.sampling import MAX_LOGPROBS
@@ -42,6 +42,18 @@ def _form(value: object) -> str:
     return "strs" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
 
 
+def _without_pictures(value: object) -> object:
+    """Return a text for llama-server's form of a prompt that may have pictures. Raises ApiError if it has some."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return [_without_pictures(prompt) for prompt in value]
+    if isinstance(value, dict) and "prompt_string" in value:
+        if value.get("multimodal_data"):
+            message = "prompt: multimodal_data is not read here: send pictures in messages to POST /v1/chat/completions"
+            raise ApiError(400, "unsupported_content", message, param="prompt")
+        return value["prompt_string"]
+    return value
+
+
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Prompt = Annotated[
     Annotated[str, Tag("str")]
@@ -49,6 +61,7 @@ Prompt = Annotated[
     | Annotated[Ids, Tag("ids")]
     | Annotated[list[Ids], Tag("lists"), Field(fail_fast=True)],
     Discriminator(_form),
+    BeforeValidator(_without_pictures),
 ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from edgelm.jobs.request import AnswerRequest
@@ -18,7 +19,7 @@ from edgelm.server.api.completions import CompletionsReply, CompletionsRequest
 from edgelm.server.api.dialect import COMMENT, AnswerContext, ApiRequest, PooledRequest, Reply, Routed
 from edgelm.server.api.embeddings import EmbeddingsRequest
 from edgelm.server.api.errors import ApiError
-from edgelm.server.api.field_table import Table
+from edgelm.server.api.field_table import OLLAMA_OPTIONS, Table
 from edgelm.server.api.fields import Body, validated
 from edgelm.server.api.llama_server import CompletionRequest, InfillRequest, LlamaServerReply
 from edgelm.server.api.llama_texts import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
@@ -69,6 +70,19 @@ class AnswerDialect(Dialect):
     """One API whose requests are answered by a model's text."""
 
     reply: Callable[[Any, AnswerContext], Reply]  # the form of the answer to a checked request
+
+    def notes(self, data: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return a note about the fields of a body that only another of our APIs has."""
+        names = _of_other_apis(data, self.model, self.table)
+        options = data.get("options")
+        if "options" in self.model.model_fields and isinstance(options, dict):
+            names += [f"options.{name}" for name in _of_other_apis(options, ollama.Options, OLLAMA_OPTIONS)]
+        return (f"ignored fields, not of {self.table.route}: {', '.join(names)}",) if names else ()
+
+
+def _of_other_apis(data: Mapping[str, Any], model: type[Body], table: Table) -> list[str]:
+    given = {name for name, value in data.items() if value not in (None, False, "", [], {})}
+    return sorted((given & _known()) - model.model_fields.keys() - table.ignored.keys() - table.refused.keys())
 
 
 _CHAT = AnswerDialect(
@@ -158,6 +172,13 @@ POOLED = {
 }
 
 
+@cache
+def _known() -> frozenset[str]:
+    """Return the fields that any API for answers implements or refuses."""
+    tables = [(dialect.model, dialect.table) for dialect in DIALECTS.values()] + [(ollama.Options, OLLAMA_OPTIONS)]
+    return frozenset(name for model, table in tables for name in model.model_fields.keys() | table.refused.keys())
+
+
 def dialect_of(path: str) -> Dialect:
     """Return the API of a route that needs a model."""
     return POOLED.get(path) or TEXTS.get(path) or DIALECTS[COUNTS.get(path, path)]
@@ -193,7 +214,9 @@ def _parsed(path: str, data: dict[str, Any], logs_ignored: bool) -> Any:
     for name in () if path in COUNTS else dialect.required:
         if data.get(name) is None:
             raise ApiError(400, "missing_required_parameter", f"{name} is missing", param=name)
-    request = dialect.request(data)
+    request: Any = dialect.request(data)
+    if isinstance(dialect, AnswerDialect):
+        request.noted((*request.notes, *dialect.notes(data)))
     if logs_ignored:
         dialect.log_ignored(data)
     return request

@@ -11,6 +11,7 @@ from typing import Any
 from edgelm.base.errors import BusyError, EdgeLMError, EngineError, ModelError, NotSeenError, RequestError
 
 RETRY_AFTER = "retry-after"
+NOT_SEEN = "x-edgelm-not-seen"  # of an engine, to its front: it knows which other models read pictures
 NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients retry every 5xx without this header
 
 
@@ -49,7 +50,7 @@ def _kind(status: int) -> str:
 def as_api_error(error: EdgeLMError) -> ApiError:
     """Return the response for one of our errors."""
     if isinstance(error, NotSeenError):
-        return ApiError(400, "unsupported_content", str(error))
+        return ApiError(400, "unsupported_content", str(error), headers={NOT_SEEN: "1"})
     if isinstance(error, RequestError):
         return ApiError(400, "invalid_value", str(error))
     if isinstance(error, BusyError):

@@ -1,7 +1,7 @@
 """The fields of every API that we know and do not implement: ignored, or refused. packaging/api_page.py prints them.
 
-The models of each API own the fields that we implement. A field in no table is ignored:
-clients send fields of their own.
+The models of each API own the fields that we implement. A field that another of our APIs has is ignored
+with a note in the answer. A field in no table is ignored: clients send fields of their own.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ _SAMPLERS = {
     "lora": Refused("adapters belong to a model: --lora, or lora in its settings", ([],)),
 }
 
+_ONE_ANSWER = {"n": Refused("an answer is one choice", (1,))}
 _PROMPT_PROBABILITIES = {"prompt_logprobs": Refused("POST /v1/completions has logprobs with echo")}
 
 CHAT = Table(
@@ -107,8 +108,8 @@ RESPONSES = Table(
     {
         "background": Refused("the answer comes with the request", (False,)),
         "conversation": Refused("use previous_response_id"),
-        "n": Refused("a response is one answer", (1,)),
         "prompt": Refused("there are no stored prompts"),
+        **_ONE_ANSWER,
         **_SAMPLERS,
     },
 )
@@ -134,16 +135,22 @@ MESSAGES = Table(
         "user_profile_id": _LOCAL,
         "workspace_id": _LOCAL,
     },
-    {},
+    {**_SAMPLERS, **_ONE_ANSWER},
 )
 _OLLAMA = {"truncate": "a prompt that is too long gets an error", "shift": "an answer ends where the context is full"}
-OLLAMA_CHAT = Table("POST /api/chat", {**_OLLAMA, "tool_choice": "Ollama has no such field: the model chooses"}, {})
+OLLAMA_CHAT = Table(
+    "POST /api/chat",
+    {**_OLLAMA, "tool_choice": "Ollama has no such field: the model chooses"},
+    {**_SAMPLERS, **_ONE_ANSWER},
+)
 OLLAMA_GENERATE = Table(
     "POST /api/generate",
     _OLLAMA,
     {
         "context": Refused("send the conversation to /api/chat", ([],)),
         "template": Refused("the model's own is used; with raw, the prompt is used as it is", ("",)),
+        **_SAMPLERS,
+        **_ONE_ANSWER,
     },
 )
 _MEMORY = "edgelm plans memory by itself; see `edgelm serve --help`"
@@ -157,7 +164,7 @@ OLLAMA_OPTIONS = Table(
         "penalize_newline": "a new line is a token like others",
         "tfs_z": "Ollama ignores it too",
     },
-    {name: _SAMPLERS[name] for name in ("typical_p", "mirostat")},
+    _SAMPLERS,
 )
 OLLAMA_EMBED = Table("POST /api/embed", {"options": "nothing is sampled"}, {})
 OLLAMA_EMBEDDINGS = Table("POST /api/embeddings", {"options": "nothing is sampled"}, {})
@@ -197,6 +204,7 @@ _LLAMA_SERVER = {
 }
 _REFUSED_OF_LLAMA_SERVER = {
     **_SAMPLERS,
+    **_ONE_ANSWER,
     "n_probs": Refused("POST /v1/completions has logprobs", (0,)),
     "image_data": Refused("send pictures in messages to POST /v1/chat/completions", ([],)),
 }

@@ -6,7 +6,6 @@ Owns their types and translation. base/sampling.py has the names and ranges of s
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeAlias, TypeVar
 
 from pydantic import (
@@ -135,12 +134,11 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-def _with_fields(names: Collection[str]) -> type[Body]:
+def _with_fields() -> type[Body]:
     """Return a body with the fields of sampling parameters, by all their names."""
     definitions: dict[str, Any] = {
         name: (param.kind | None, Field(default=None, ge=param.ge, gt=param.gt, le=param.le, lt=param.lt))
-        for own_name in names
-        for param in [SAMPLING[own_name]]
+        for own_name, param in SAMPLING.items()
         for name in (own_name, *param.other_names)
     }
     return create_model("SamplingValues", __base__=Body, __module__=__name__, **definitions)
@@ -148,10 +146,8 @@ def _with_fields(names: Collection[str]) -> type[Body]:
 
 if TYPE_CHECKING:  # whose fields mypy cannot know
     _Values: TypeAlias = Body
-    _AnthropicValues: TypeAlias = Body
 else:
-    _Values = _with_fields(SAMPLING)
-    _AnthropicValues = _with_fields([name for name, param in SAMPLING.items() if param.in_anthropic])
+    _Values = _with_fields()
 
 
 def sampling_values(body: Body) -> dict[str, Any]:
@@ -162,16 +158,6 @@ def sampling_values(body: Body) -> dict[str, Any]:
             if own_name not in values and (value := getattr(body, name, None)) is not None:
                 values[own_name] = value
     return values
-
-
-class AnthropicSampling(_AnthropicValues):
-    """How tokens are chosen, as far as Anthropic's API says. None: the server's setting."""
-
-    repeatable: bool | None = None  # True: the same answer every time, to the letter
-
-    def sampling(self) -> dict[str, Any]:
-        """Return fields of SamplingParams."""
-        return sampling_values(self) | ({"repeatable": True} if self.repeatable else {})
 
 
 class SamplingFields(_Values):
@@ -233,8 +219,11 @@ class GrammarFields(Body):
     grammar: str | None = None  # GBNF
     json_schema: dict[str, Any] | None = None
 
-    def grammar_spec(self) -> GrammarSpec | None:
-        """Return the grammar of the content. Raises ApiError for two at once, and for a malformed one."""
+    def grammar_spec(self, name: str = "", own: GrammarSpec | None = None) -> GrammarSpec | None:
+        """Return the grammar of the content, which may be that of an API's own field.
+
+        Raises ApiError for two at once, and for a malformed one.
+        """
         outputs = self.structured_outputs or StructuredOutputs()
         specs = {
             "response_format": _response_format(self.response_format),
@@ -249,6 +238,7 @@ class GrammarFields(Body):
             "guided_grammar": _grammar(self.guided_grammar),
             "grammar": _grammar(self.grammar or None),
             "json_schema": _schema(self.json_schema, "json_schema"),
+            name: own,
         }
         given = [(name, spec) for name, spec in specs.items() if spec is not None]
         if len(given) > 1:

@@ -158,6 +158,7 @@ class LlamaServerReply:
             "stopping_word": last.stop or "",
             "generation_settings": {"n_ctx": context, "n_predict": -1 if limit is None else limit},
             "timings": timings(stats),
+            **({"edgelm": {"notes": list(last.notes)}} if last.notes else {}),
         }
 
     def _chosen(self, answer: dict[str, Any]) -> dict[str, Any]:

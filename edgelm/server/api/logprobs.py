@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from edgelm.engine.core import Sampled
@@ -11,21 +11,26 @@ from edgelm.engine.core import Sampled
 if TYPE_CHECKING:
     from edgelm.text.tokenizer import Tokenizer
 
+FEW_TOKENS = 256  # whose log-probabilities the event loop encodes; those of 50,000 take seconds
 LEAST_LOGPROB = -9999.0  # OpenAI's value for -inf, which JSON cannot hold
 
 
 def chat_logprobs(tokenizer: Tokenizer, sampled: Iterable[Sampled]) -> list[dict[str, Any]]:
     """Return the log-probabilities of an answer's tokens, without the token that ends it."""
+    return [*each_logprobs(tokenizer, sampled)]
+
+
+def each_logprobs(tokenizer: Tokenizer, sampled: Iterable[Sampled]) -> Iterator[dict[str, Any]]:
+    """Yield the entries of `chat_logprobs`: all those of 16 long answers would be a million objects."""
 
     def entry(token: int, value: float | None) -> dict[str, Any]:
         text = token_text(tokenizer, token)
         return {"token": text, "logprob": finite(value), "bytes": list(tokenizer.piece(token))}
 
-    return [
-        entry(sample.id, sample.logprob) | {"top_logprobs": [entry(token, value) for token, value in sample.top]}
-        for sample in sampled
-        if sample.id not in tokenizer.stop_ids
-    ]
+    for sample in sampled:
+        if sample.id not in tokenizer.stop_ids:
+            top = [entry(token, value) for token, value in sample.top]
+            yield entry(sample.id, sample.logprob) | {"top_logprobs": top}
 
 
 class TextOffsets:

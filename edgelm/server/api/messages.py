@@ -15,10 +15,11 @@ from pydantic import Field
 from edgelm.jobs.request import AnswerRequest, thinking_kwargs
 from edgelm.server.api.errors import NO_RETRY, ApiError
 from edgelm.server.api.fields import (
-    AnthropicSampling,
     Body,
+    GrammarFields,
     KeepAliveFields,
     ModelName,
+    SamplingFields,
     Stops,
     TextOrParts,
     schema_spec,
@@ -80,7 +81,7 @@ class InputMessage(Body):
     content: TextOrParts
 
 
-class MessagesRequest(AnthropicSampling, KeepAliveFields):
+class MessagesRequest(GrammarFields, SamplingFields, KeepAliveFields):
     """The body of POST /v1/messages."""
 
     model: ModelName
@@ -98,6 +99,10 @@ class MessagesRequest(AnthropicSampling, KeepAliveFields):
     @property
     def streamed(self) -> bool:
         return bool(self.stream)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (*(self.stop_sequences or ()), *super().stops)
 
     @property
     def dropped_tools(self) -> list[str]:
@@ -122,12 +127,12 @@ class MessagesRequest(AnthropicSampling, KeepAliveFields):
             tools=tools,
             tool_choice=self._choice({tool["function"]["name"] for tool in tools}),
             parallel_tool_calls=None if disabled is None else not disabled,
-            grammar=schema_spec(form.schema_) if form else None,
+            grammar=self.grammar_spec("output_config.format", schema_spec(form.schema_) if form else None),
             template_kwargs=thinking_kwargs(config.effort, enabled),
             thinking_budget=thinking.budget_tokens if thinking.type == "enabled" else None,
             continues_last=self.messages[-1].role == "assistant",
             sampling=self.sampling() | limit,
-            stop=tuple(self.stop_sequences or ()),
+            stop=self.stops,
         )
         return [request]
 

@@ -118,7 +118,7 @@ class MessagesReply:
     def _reason(self, last: AnswerDelta) -> tuple[str, str | None]:
         """Return the stop reason, and the stop sequence of the request that was found."""
         assert last.reason
-        if last.stop in (self._request.stop_sequences or ()):  # templates have stop strings of their own
+        if last.stop in self._request.stops:  # templates have stop strings of their own
             return "stop_sequence", last.stop
         return REASONS.get(last.reason, last.reason), None
 

@@ -18,7 +18,7 @@ from edgelm.base.workers.grammars import GrammarSpec
 from edgelm.jobs.request import AnswerRequest, thinking_kwargs
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.field_table import OLLAMA_OPTIONS
-from edgelm.server.api.fields import Body, KeepAliveFields, ModelName, SamplingFields, schema_spec
+from edgelm.server.api.fields import Body, GrammarFields, KeepAliveFields, ModelName, SamplingFields, schema_spec
 from edgelm.server.api.sentinels import without_sentinels
 from edgelm.text.message_forms import content_of, picture_part
 
@@ -82,8 +82,8 @@ class Message(Body):
     tool_call_id: str | None = None
 
 
-class OllamaRequest(KeepAliveFields):
-    """The fields that both ways to ask have."""
+class OllamaRequest(GrammarFields, SamplingFields, KeepAliveFields):
+    """The fields that both ways to ask have. Those of sampling belong into `options`, which come first."""
 
     model: ModelName
     stream: bool | None = None  # unlike in other APIs, true by default
@@ -116,19 +116,19 @@ class OllamaRequest(KeepAliveFields):
 
     def _common(self) -> dict[str, Any]:
         """Return the fields of AnswerRequest that both have. Raises ApiError."""
-        sampling = self.options.sampling()
+        sampling = self.sampling() | self.options.sampling()
         if self.logprobs:
             sampling["num_logprobs"] = self.top_logprobs or 0
         effort = self.think if isinstance(self.think, str) else None
         enabled = self.think if isinstance(self.think, bool) else None
         return {
-            "grammar": self._grammar(),
+            "grammar": self.grammar_spec("format", self._format()),
             "template_kwargs": thinking_kwargs(effort, enabled),
             "sampling": sampling,
-            "stop": self.options.stops,
+            "stop": self.options.stops or self.stops,
         }
 
-    def _grammar(self) -> GrammarSpec | None:
+    def _format(self) -> GrammarSpec | None:
         if isinstance(self.format, dict):
             return schema_spec(self.format)
         if self.format in (None, ""):

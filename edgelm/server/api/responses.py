@@ -122,19 +122,12 @@ class ResponsesRequest(GrammarFields, SamplingFields, KeepAliveFields):
             tools=[tool.definition for tool in tools],
             tool_choice=_tool_choice(self.tool_choice, tools),
             parallel_tool_calls=self.parallel_tool_calls,
-            grammar=self._grammar(),
+            grammar=self.grammar_spec("text.format", _text_format(self.text)),
             template_kwargs=kwargs | (self.chat_template_kwargs or {}),
             sampling=self.sampling() | {name: value for name, value in limits.items() if value is not None},
             stop=self.stops,
         )
         return [request]
-
-    def _grammar(self) -> GrammarSpec | None:
-        form, other = _text_format(self.text), self.grammar_spec()
-        if form is not None and other is not None:
-            message = "text.format and another field for the form of the answer are both given: omit one"
-            raise ApiError(400, "invalid_value", message, param="text.format")
-        return form or other
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from edgelm.server.api.errors import ApiError, as_api_error
 from edgelm.server.api.handlers import EXCEPTION_HANDLERS, error_response
 from edgelm.server.api.json_body import read_json
 from edgelm.server.api.llama_texts import TextRequest
+from edgelm.server.api.logprobs import FEW_TOKENS
 from edgelm.server.bodies import Bodies
 from edgelm.server.engine_process.events import event_routes
 from edgelm.server.engine_process.kind import require_kind
@@ -51,7 +52,6 @@ from edgelm.text.template import TooLongError
 
 PATIENCE_S = 5.0  # for the first token; then the stream is opened without it
 PING_S = 10.0  # without any event, before a ping
-FEW_TOKENS = 256  # whose log-probabilities the event loop encodes; those of 50,000 take seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -22,6 +23,8 @@ from edgelm.server.listener import Server, bind_tcp, bind_unix
 from edgelm.server.protocol import raise_file_limit
 from edgelm.server.request_id import current_request_id
 from edgelm.text.template_worker import TemplateRunner
+
+SWITCH_S = 0.001  # a step takes the interpreter dozens of times, and waits so long each time for another thread
 
 
 class _BugsToFront(logging.Handler):
@@ -53,6 +56,7 @@ async def _serve(loaded: LoadedModel, job: ServeJob, child: Child) -> None:
     if loaded.kind != "text":
         await templates.close()
     answerer = Answerer(loaded, templates, grammars, job.settings)
+    gc.freeze()  # a full collection, which stops all threads, looks at what requests make only
     warming = asyncio.create_task(_warm_up(answerer))
     try:
         await Server(engine_app(EngineParts(loaded, answerer), job.key)).serve(sockets=[listener])
@@ -75,4 +79,5 @@ async def _warm_up(answerer: Answerer) -> None:
 if __name__ == "__main__":
     os.umask(0o077)
     raise_file_limit()
+    sys.setswitchinterval(SWITCH_S)
     sys.exit(run_job({ServeJob: partial(work_with_engine, _serve)}))

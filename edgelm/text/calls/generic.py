@@ -8,12 +8,12 @@ Owns that text and the rewriting of messages. Knows no template.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from edgelm.text.calls.format import Call, CallFormat, to_json, write_calls
 from edgelm.text.calls.known import HERMES
+from edgelm.text.history import arguments_of
 
 GENERIC = HERMES
 _EXAMPLE = Call("NAME", {"PARAMETER": "VALUE"}, "abcdefgh1")
@@ -70,15 +70,7 @@ def with_plain_calls(messages: Sequence[Mapping[str, Any]], form: CallFormat) ->
 
 def _call(call: Mapping[str, Any]) -> Call:
     function = call.get("function") or {}
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            arguments = {"__raw": arguments}
-    return Call(
-        str(function.get("name")), arguments if isinstance(arguments, Mapping) else {}, str(call.get("id") or "")
-    )
+    return Call(str(function.get("name")), arguments_of(function.get("arguments")), str(call.get("id") or ""))
 
 
 def _text(content: object) -> str:

@@ -37,8 +37,7 @@ def the_list_of_ollamas_models() -> None:
     assert models[NAME]["name"]
     assert models[NAME]["details"]["family"]
     post("/api/generate", {"model": NAME})
-    (running,) = http.get("/api/ps").json()["models"]
-    assert running["name"] == NAME
+    running = {model["name"]: model for model in http.get("/api/ps").json()["models"]}[NAME]
     assert datetime.fromisoformat(running["expires_at"]).tzinfo
 
 

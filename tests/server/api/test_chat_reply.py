@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from edgelm.engine.core import Sampled
 from edgelm.jobs.request import AnswerDelta
 from edgelm.server.api.dialects import parse_request, reply_to
+from edgelm.server.api.logprobs import FEW_TOKENS, chat_logprobs
+from edgelm.server.sse import json_pieces
 from edgelm.text.parse import Content, Reasoning
 from tests.server.api.scripted import CONTEXT, call, delta, end
 
@@ -110,3 +114,18 @@ def test_usage_does_not_depend_on_which_choice_ends_first() -> None:
 def test_notes_come_with_the_figures() -> None:
     whole, chunks = reply(end(notes=("not enforced: x",)))
     assert whole["edgelm"]["notes"] == chunks[-1]["edgelm"]["notes"] == ["not enforced: x"]
+
+
+@pytest.mark.parametrize("count", [FEW_TOKENS, FEW_TOKENS + 1])
+def test_log_probabilities_of_a_large_answer_are_written_in_pieces(count: int) -> None:
+    """All entries of large answers are never in memory at once: the collector stopped every stream for them."""
+    sampled = tuple(Sampled(1, -0.5, ((1, -0.5), (2, -2.0))) for _ in range(count))
+    request = parse_request(
+        "/v1/chat/completions", {"model": "m", "messages": [{"role": "user", "content": "hi"}], "logprobs": True}
+    )
+    answer = replace(end("stop", Content("x")), sampled=sampled)
+    whole = reply_to("/v1/chat/completions", request, CONTEXT).whole([answer])
+    assert isinstance(whole["choices"][0]["logprobs"]["content"], list) == (count <= FEW_TOKENS)
+    entries = json.loads(b"".join(json_pieces(whole)))["choices"][0]["logprobs"]["content"]
+    assert entries == chat_logprobs(CONTEXT.tokenizer, sampled)
+    assert len(entries) == count

@@ -11,6 +11,7 @@ from edgelm.text.calls.derive import ToolSupport, find_support
 from edgelm.text.calls.format import Call, write_calls
 from edgelm.text.calls.generic import GENERIC, tools_text, with_plain_calls, with_tools_text
 from edgelm.text.chat import render_chat
+from edgelm.text.history import MAX_VALUES
 from edgelm.text.parse import AnswerParser
 from edgelm.text.template import ChatTemplate
 from tests.real_data import template, with_template
@@ -167,4 +168,14 @@ def test_calls_and_results_become_ordinary_messages() -> None:
     assert results == {
         "role": "user",
         "content": "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>",
+    }
+
+
+def test_arguments_of_millions_of_values_are_not_read() -> None:
+    """It took 0.3 s, in which no other Python thread ran."""
+    many = "[" + "1," * MAX_VALUES + "1]"
+    call = {"id": "1", "function": {"name": "now", "arguments": f'{{"a": {many}}}'}}
+    (message,) = with_plain_calls([{"role": "assistant", "content": "", "tool_calls": [call]}], GENERIC)
+    assert json.loads(message["content"].partition("\n")[2].rpartition("\n")[0])["arguments"] == {
+        "__raw": f'{{"a": {many}}}'
     }
