@@ -1,17 +1,30 @@
-"""The option `--soak`, the order of test files, and hypothesis's settings."""
+"""The option `--soak`, the order of test files, hypothesis's settings, and the facts of this machine."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import signal
+import sys
 from pathlib import Path
 
 import hypothesis
 import pytest
+from filelock import FileLock
 
 from tests.counts import choose_counts
 from tests.order import place_of_file
+
+# The real check of llama.cpp.
+CANARY = """
+import sys
+from edgelm.backends.llama.canary import check
+from edgelm.base.machine.facts import Checked, CheckKernels
+from edgelm.base.workers.child import run_job
+sys.exit(run_job({
+    CheckKernels: lambda job, child: child.send(Checked(check(job.folder, job.threads, job.repack))),
+}))
+"""
 
 REAL = Path(__file__).parent / "real"
 
@@ -40,3 +53,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave out the tests of real models (`make real`) unless they are named: they need pip's index, and minutes."""
     named = any("real" in Path(argument.partition("::")[0]).parts for argument in config.args)
     return True if collection_path == REAL and not named else None
+
+
+@pytest.fixture(scope="session")
+def measured_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with the measured facts of the machine, for all processes that run the tests."""
+    from edgelm.base.machine import facts as machine  # not before TRITON_INTERPRET is set
+
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "measured-cache"
+    with FileLock(folder.with_name("measured-cache.lock")):
+        machine.facts(folder, notify=print, command=(sys.executable, "-c", CANARY))
+    return folder

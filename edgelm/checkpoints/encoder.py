@@ -68,7 +68,8 @@ def is_encoder_folder(folder: Path) -> bool:
 def other_encoder(config: Mapping[str, Any]) -> str:
     """Return why an encoder that is no BERT is not run from its folder; empty: it is none."""
     kind = config.get("model_type")
-    return f"of encoders, edgelm runs only BERT from a folder, and this is {kind}" if kind in OTHERS else ""
+    is_other = isinstance(kind, str) and kind in OTHERS
+    return f"of encoders, edgelm runs only BERT from a folder, and this is {kind}" if is_other else ""
 
 
 def encoder_config(folder: Path, config: Mapping[str, Any]) -> EncoderConfig:

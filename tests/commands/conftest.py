@@ -3,21 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
-
-from edgelm.base.machine import facts as machine
-from tests.server.conftest import CANARY
-
-
-@pytest.fixture(scope="session")
-def measured_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder with the measured facts of the machine."""
-    folder = tmp_path_factory.mktemp("measured-cache")
-    machine.facts(folder, notify=print, command=(sys.executable, "-c", CANARY))
-    return folder
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,9 +23,10 @@ WILD = ("--temperature", "1.5", "--top-k", "0", "--min-p", "0", "--top-p", "1", 
 
 
 @pytest.fixture(scope="session")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def environment(tmp_path_factory: pytest.TempPathFactory, measured_cache: Path) -> dict[str, str]:
     """An environment with its own folders; the machine is measured once for all tests."""
     home = tmp_path_factory.mktemp("home")
+    shutil.copytree(measured_cache, home / "cache")
     places = {f"EDGELM_{kind}_DIR": str(home / kind.lower()) for kind in ("CONFIG", "DATA", "CACHE")}
     clean = {name: value for name, value in os.environ.items() if not name.startswith("EDGELM_")}
     clean.pop("PYTHONUNBUFFERED", None)  # a user's output is buffered, and fails when it is flushed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,9 +28,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.Popen[bytes]]:
+def start(tmp_path_factory: pytest.TempPathFactory, measured_cache: Path) -> Callable[..., subprocess.Popen[bytes]]:
     """Start `edgelm run` with folders of its own: the machine is measured once for all tests."""
     home = tmp_path_factory.mktemp("home")
+    shutil.copytree(measured_cache, home / "cache")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("EDGELM_")}
     environment |= {f"EDGELM_{kind}_DIR": str(home / kind.lower()) for kind in ("CONFIG", "CACHE")}
 

@@ -221,6 +221,12 @@ def test_a_mutated_folder_gives_an_answer_or_one_clear_line(tmp_path: Path) -> N
     assert 0 < answered < MUTANTS // 2
 
 
+@pytest.mark.parametrize("kind", [{}, [["llama"]], 7, None])
+def test_a_kind_of_model_that_is_no_text_gives_an_answer_or_one_clear_line(tmp_path: Path, kind: object) -> None:
+    folder = write_folder(tmp_path / "m", folder_files(CONFIG | {"model_type": kind}))
+    check(read_details(folder, Settings()))
+
+
 def test_mutated_files_as_the_command_reads_them(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rng, true = random.Random(seed := random.randrange(2**32)), bases()
     print(f"seed {seed}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +53,14 @@ class Puller:
 
     def parts(self) -> list[Path]:
         return sorted(self.cache.glob("*/blobs/*.part*"))
+
+
+def wait_for_part(cache: Path, size: int) -> None:
+    """Wait until so many bytes are on disk: those that the server has sent may be on their way still."""
+    deadline = time.monotonic() + 60
+    while [part.stat().st_size for part in cache.glob("*/blobs/*.part")] != [size]:
+        assert time.monotonic() < deadline, "nothing was downloaded"
+        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -23,7 +23,8 @@ from edgelm.library.download import SEGMENT_BYTES
 from edgelm.library.http_range import READ_BYTES
 from edgelm.library.progress import PullJob
 from tests.counts import Count
-from tests.library.hub_server import HubServer
+from tests.library.conftest import wait_for_part
+from tests.library.hub_server import Fault, HubServer
 
 NAME = "o/m-GGUF"
 FILE = "m-Q4_K_M.gguf"
@@ -122,17 +123,18 @@ def test_kills_with_several_connections_lose_nothing(server: HubServer, tmp_path
     assert not [event for event in events if event["event"] == "wrong"]
 
 
-def test_it_ends_with_its_parent_and_keeps_the_downloaded_part(slow_server: HubServer, tmp_path: Path) -> None:
-    slow_server.add(NAME, {FILE: random.randbytes(5_000_000)})
-    child = Child(slow_server, tmp_path)
-    slow_server.wait_for_bytes(500_000)
+def test_it_ends_with_its_parent_and_keeps_the_downloaded_part(server: HubServer, tmp_path: Path) -> None:
+    server.add(NAME, {FILE: (data := random.randbytes(1_000_000))})
+    server.order(FILE, Fault("stall", after=600_000))
+    child = Child(server, tmp_path)
+    wait_for_part(tmp_path, 600_000)
     assert child.stdin is not None
     child.stdin.close()
     assert child.process.wait(timeout=60) == 1
     events = child.events()
     assert {event["event"] for event in events} <= {"listed", "progress"}
-    (part,) = tmp_path.glob("*/blobs/*.part")
-    assert part.stat().st_size > 300_000
+    assert Path(Child(server, tmp_path).events()[-1]["path"]).read_bytes() == data
+    assert server.sent[-1].start == 600_000
 
 
 def test_a_full_disk_is_an_error_and_the_downloaded_part_is_kept(server: HubServer, tmp_path: Path) -> None:

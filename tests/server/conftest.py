@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import os
-import sys
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from edgelm.base.machine import facts as machine
 from tests.server.harness import Front, serving
 from tests.tiny import write_tiny
 
-# The real check of llama.cpp.
-CANARY = """
-import sys
-from edgelm.backends.llama.canary import check
-from edgelm.base.machine.facts import Checked, CheckKernels
-from edgelm.base.workers.child import run_job
-sys.exit(run_job({
-    CheckKernels: lambda job, child: child.send(Checked(check(job.folder, job.threads, job.repack))),
-}))
-"""
-
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(tmp_path_factory: pytest.TempPathFactory, measured_cache: Path) -> Path:
     """A cache folder in which the machine's facts are found already."""
     folder = tmp_path_factory.mktemp("cache")
-    machine.facts(folder, notify=print, command=(sys.executable, "-c", CANARY))
+    shutil.copytree(measured_cache / "machine", folder / "machine")
     return folder
 
 

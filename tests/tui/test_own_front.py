@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import urllib.request
 from pathlib import Path
@@ -21,7 +22,10 @@ STARTER = Path(__file__).resolve().parents[2] / "models" / "starter" / "starter.
 pytestmark = pytest.mark.skipif(not STARTER.exists(), reason="the built-in model is not here")
 
 
-async def test_engine_and_front_die_and_the_next_message_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engine_and_front_die_and_the_next_message_works(
+    tmp_path: Path, measured_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(measured_cache, tmp_path / "cache")
     for name in ("CONFIG", "DATA", "CACHE", "RUNTIME"):
         monkeypatch.setenv(f"EDGELM_{name}_DIR", str(tmp_path / name.lower()))
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
@@ -36,7 +40,7 @@ async def test_engine_and_front_die_and_the_next_message_works(tmp_path: Path, m
 
     async with app.run_test(size=(100, 30), notifications=True) as pilot:
         chat = Driver(app, pilot, FakeEndpoint())
-        chat.patience_s = 90.0  # the first use of a machine measures it, beside whatever else runs there
+        chat.patience_s = 90.0  # a front and an engine start, beside whatever else runs there
         await chat.until(lambda: chat.screen.status.status.activity == "ready", "ready")
         await chat.ask("What is edgelm?")
         assert len(chat.turns[-1][1]) > 20, chat.text

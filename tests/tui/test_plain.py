@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -487,7 +488,8 @@ needs_starter = pytest.mark.skipif(not STARTER.exists(), reason="the built-in mo
 
 
 @needs_starter
-async def test_a_dumb_terminal_gets_plain_lines_by_itself(tmp_path: Path) -> None:
+async def test_a_dumb_terminal_gets_plain_lines_by_itself(tmp_path: Path, measured_cache: Path) -> None:
+    shutil.copytree(measured_cache, tmp_path / "cache")
     with terminal(tmp_path, term="dumb") as chat:
         await chat.sees("this terminal is dumb (TERM): the chat is in plain lines, as with --plain\r\n")
         await chat.sees("edgelm, model starter, /help lists the commands\r\n")
@@ -501,7 +503,8 @@ async def test_a_dumb_terminal_gets_plain_lines_by_itself(tmp_path: Path) -> Non
 
 
 @needs_starter
-def test_a_pipe_gets_an_answer_for_each_line(tmp_path: Path) -> None:
+def test_a_pipe_gets_an_answer_for_each_line(tmp_path: Path, measured_cache: Path) -> None:
+    shutil.copytree(measured_cache, tmp_path / "cache")
     run = subprocess.run(
         [*COMMAND, "--plain"], env=environment(tmp_path, "xterm-256color"), timeout=2 * PATIENCE_S,
         input=b"How do I download a model?\n/status\n", capture_output=True, check=False,

@@ -52,16 +52,12 @@ def test_a_failure_is_one_line(tmp_path: Path) -> None:
     }
 
 
-def test_a_compiler_that_never_ends_is_ended(tmp_path: Path) -> None:
-    result = check("endless", tmp_path)
+def test_a_compiler_that_never_ends_is_ended_by_the_limit_and_by_the_end_of_the_process(tmp_path: Path) -> None:
+    result = check("abandoned", tmp_path)
     assert re.fullmatch(rf"the GPU's kernel \w+_kernel is not compiled after 1 s; {HINT}", result["error"])
     assert result["progress"] == [[0, 6]]
-    assert len(result["pids"]) == 2
+    assert len(result["pids"]) == 4, "two until the limit, two until the end"
     wait_for_end(result["pids"])
-
-
-def test_compilers_end_with_the_process_that_needs_them(tmp_path: Path) -> None:
-    wait_for_end(check("abandoned", tmp_path)["pids"])
 
 
 def wait_for_end(pids: list[str]) -> None:
