@@ -9,6 +9,7 @@ from __future__ import annotations
 from textual.screen import Screen
 
 from edgelm.base.errors import EdgeLMError
+from edgelm.chats.attachments import Attachment
 from edgelm.chats.history import Message
 from edgelm.chats.store import ChatsError
 from edgelm.client.answer_stream import stats_from_json
@@ -97,6 +98,10 @@ class ScreenView:
         """Attach a file or folder to the message being written; list files if there is no path."""
         self._pane.attach(path)
 
+    def add(self, attachment: Attachment) -> None:
+        """Attach a text to the message being written."""
+        self._pane.files.add(attachment)
+
     async def attach_clipboard(self) -> None:
         """Attach the picture on the clipboard. Raises EdgeLMError."""
         await self._pane.files.add_clipboard()
@@ -107,6 +112,11 @@ class ScreenView:
     @property
     def prompt_text(self) -> str:
         return self._pane.prompt.text
+
+    def begin_shell(self) -> None:
+        """Let the text in the prompt be a command for the shell."""
+        self._pane.prompt.begin_shell()
+        self.focus_prompt()
 
     def put_prompt(self, text: str) -> None:
         """Replace the text in the prompt."""
@@ -133,6 +143,10 @@ class ScreenView:
         """Put the cursor into the search over all chats, with these words if there are any."""
         self._sidebar.search(words)
 
+    def find(self, words: str) -> None:
+        """Put the cursor into the bar that finds words in the open chat, with these words if there are any."""
+        self._pane.find(words)
+
     def show_model(self) -> None:
         """Show the model of the open chat, and the offers for an empty prompt."""
         workspace = self._workspace
@@ -157,7 +171,8 @@ class ScreenView:
             listing = connections[name].listing if name in connections else None
             return len(listing.tools) if listing is not None else None
 
-        self._pane.state.show(state_parts(self._workspace.session.chat, num_tools))
+        workspace = self._workspace
+        self._pane.state.show(state_parts(workspace.session.chat, num_tools, is_outdated=workspace.is_outdated))
 
     def show_reading(self, activity: str) -> None:
         """Show that files are indexed; empty: no longer."""

@@ -31,9 +31,14 @@ class StatePart(NamedTuple):
     command: str
 
 
-def state_parts(chat: Chat, num_tools: Callable[[str], int | None]) -> list[StatePart]:
-    """Return what is set for a chat. `num_tools` returns the number of a server's tools, None while unknown."""
-    parts = [StatePart(f"preset {chat.preset}", "preset")] if chat.preset else []
+def state_parts(chat: Chat, num_tools: Callable[[str], int | None], *, is_outdated: bool = False) -> list[StatePart]:
+    """Return what is set for a chat. `num_tools` returns the number of a server's tools, None while unknown.
+
+    `is_outdated`: another window has changed it.
+    """
+    parts = [StatePart("changed in another window: reload", "reload")] if is_outdated else []
+    if chat.preset:
+        parts.append(StatePart(f"preset {chat.preset}", "preset"))
     if chat.system.strip():
         parts.append(StatePart("system prompt", "system"))
     values = dict(chat.sampling)

@@ -233,6 +233,10 @@ class Store:
         rows = self._rows("SELECT count(*) FROM message WHERE chat = ?", chat_id)
         return int(rows[0][0])
 
+    def version(self) -> int:
+        """Return a number that changes when another connection has written to the file."""
+        return int(self._rows("PRAGMA data_version")[0][0])
+
     def owner_of(self, message_id: int) -> int | None:
         """Return the chat of a message; None if there is no message with this id."""
         rows = self._rows("SELECT chat FROM message WHERE id = ?", message_id)

@@ -17,6 +17,7 @@ from edgelm.tui.dialogs.basic import Choice, PickScreen
 from edgelm.tui.dialogs.compare import CompareScreen, Side
 from edgelm.tui.dialogs.explore import ExploreScreen
 from edgelm.tui.dialogs.params import parse_params
+from edgelm.tui.lines import clean, short_name
 from edgelm.tui.model_names import find_model
 from edgelm.tui.screen_face import ScreenFace
 
@@ -87,7 +88,9 @@ async def compare(face: ScreenFace, argument: str) -> None:
 
 
 async def _choose(face: ScreenFace, names: list[str], current: str) -> str | None:
-    choices = [Choice(name, name, "the model of this answer" if name == current else "") for name in names]
+    choices = [
+        Choice(name, clean(short_name(name)), "the model of this answer" if name == current else "") for name in names
+    ]
     return await face.app.push_screen_wait(PickScreen("Compare with", choices))
 
 

@@ -98,7 +98,11 @@ class Attaching:
 
     def add_text(self, text: str) -> None:
         """Attach a pasted text."""
-        item = _Item("", pasted(text, self._next_number()))
+        self.add(pasted(text, self._next_number()))
+
+    def add(self, attachment: Attachment) -> None:
+        """Attach a text that has no file."""
+        item = _Item("", attachment)
         self._items.append(item)
         self._show()
         self._run(self._measure((item,)))
