@@ -142,7 +142,7 @@ class ChatApp(App[None], inherit_bindings=False):
     COMMANDS: ClassVar[Any] = {ChatCommands}
     NOTIFICATION_TIMEOUT = 4
     CSS = """
-    ToastRack { dock: top; }
+    ToastRack { dock: top; margin-top: 1; }  /* below the title and the row of what is set */
     Toast { max-width: 60; }
     """
 

@@ -34,6 +34,7 @@ from edgelm.tui.lines import short_name
 from edgelm.tui.model_names import find_model, is_path
 from edgelm.tui.tags import split_query
 from edgelm.tui.transcript.drafted import Spans
+from edgelm.tui.transcript.passages import one_line
 
 NUM_SENT = 500  # earlier messages for the Up key
 NUM_HITS = (100, 400, 1600)  # limits of a search; the next one is tried where a tag leaves fewer than ENOUGH_HITS
@@ -271,9 +272,12 @@ class Workspace:
         self.deleted.append(chat_id)
 
     async def restore_chat(self, chat_id: int) -> bool:
-        """Take a chat out of the trash and open it; return False if it is gone. Raises ChatsError."""
-        self.change_chat(chat_id, deleted=None)
+        """Take a chat out of the trash and open it; return False if it is gone. Raises EdgeLMError."""
         self.deleted = [deleted for deleted in self.deleted if deleted != chat_id]
+        chat = await self.read(lambda store: store.chat(chat_id))
+        if chat is not None and chat.deleted is None:
+            raise RequestError(f"{one_line(chat.title)} is not in the trash any more", "/trash lists what is")
+        self.change_chat(chat_id, deleted=None)
         return await self.open_chat(chat_id)
 
     # Models

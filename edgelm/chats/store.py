@@ -171,6 +171,11 @@ class Store:
         with self._translated():
             self._db.execute("DELETE FROM chat WHERE id = ?", (chat_id,))
 
+    def delete_message(self, message_id: int) -> None:
+        """Delete a message and all below it."""
+        with self._translated():
+            self._db.execute("DELETE FROM message WHERE id = ?", (message_id,))
+
     def put_setting(self, name: str, value: str) -> None:
         """Save a setting of the screen, such as its theme."""
         self._put("setting", "name, value", (name, value))

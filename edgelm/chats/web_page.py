@@ -33,7 +33,7 @@ _URL = re.compile(r"https?://[^\s<>\"'`]+", re.IGNORECASE)
 _TEXTS = re.compile(r"text/|application/((.+\+)?(json|xml)|javascript|x-yaml|toml)(;|$)")
 _PUBLIC_V6 = ipaddress.ip_network("2000::/3")  # without mapped, translated, private and local ones
 _TUNNELS = tuple(map(ipaddress.ip_network, ("2002::/16", "2001::/32")))  # these hold an IPv4 address
-_PAIRS = ("()", "[]", "{}")
+_PAIRS = (("(", ")"), ("[", "]"), ("{", "}"))
 _HINT = "open it in a browser, and paste its text"
 
 Resolve = Callable[[str, int], str]
@@ -107,7 +107,9 @@ async def fetched(url: str) -> Attachment:
 
 def _without_stop(url: str) -> str:
     """Return an address without what ends the sentence or the bracket that it stands in."""
-    while url[-1] in ".,;:!?" or any(url[-1] == end and url.count(end) > url.count(begin) for begin, end in _PAIRS):
+    while url[-1] in ".,;:!?" or any(
+        url[-1] == end and url.count(end) > url.count(begin) for begin, end in _PAIRS
+    ):
         url = url[:-1]
     return url
 

@@ -95,7 +95,7 @@ def test_a_page_is_text(site: Callable[..., str]) -> None:
     assert (page.kind, page.name, page.path) == ("text", f"{base}/page", "")
     lines = [line for line in page.text.split("\n") if line.strip()]
     assert lines == [
-        "# Ferrets", " They sleep a\u2019lot.", "All day.", "- one", "- two", " | a | b", "x = 1", "  y", "end",
+        "# Ferrets", "They sleep a\u2019lot.", "All day.", "- one", "- two", " | a | b", "x = 1", "  y", "end",
     ]  # fmt: skip
 
 

@@ -26,6 +26,15 @@ def own_shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
+def made() -> list[Path]:
+    """Return what a command has made."""
+    return list(Path().glob("*ed"))
+
+
+def written(name: str) -> str:
+    return Path(name).read_text().strip() if Path(name).exists() else ""
+
+
 def output(chat: Driver) -> str:
     return "".join(attachment.text for attachment in chat.screen.files.attachments)
 
@@ -81,7 +90,7 @@ async def test_nothing_but_the_key_makes_a_command(open_chat: Open) -> None:
         chat.prompt.put("say ")
         await chat.type("!now")
         assert (chat.prompt.text, chat.prompt.is_shell) == ("say !now", False)
-        assert list(Path().glob("*ed")) == []
+        assert made() == []
 
 
 async def test_the_argument_of_the_command_shell_is_not_run(open_chat: Open) -> None:
@@ -94,7 +103,7 @@ async def test_the_argument_of_the_command_shell_is_not_run(open_chat: Open) -> 
         assert chat.prompt.text == ""
         await chat.press("escape")
         assert not chat.prompt.is_shell
-        assert not Path("pasted").exists()
+        assert made() == []
 
 
 async def test_ways_out_of_the_shell(open_chat: Open) -> None:
@@ -133,38 +142,38 @@ async def test_escape_ends_a_command(open_chat: Open) -> None:
         await chat.type("!echo $$ >pid; sleep 600")
         await chat.press("enter")
         await chat.sees("running echo")
-        await chat.until(lambda: Path("pid").exists() and Path("pid").read_text().strip(), "it runs")
+        await chat.until(lambda: written("pid"), "it runs")
         await chat.type("!second")
         await chat.press("enter")
         await chat.hears("a command is running; Esc stops it")
         await chat.press("escape")
         await chat.until(lambda: "running echo" not in chat.text, "ended")
-        assert await is_gone(int(Path("pid").read_text()))
+        assert await is_gone(int(written("pid")))
         assert chat.screen.files.attachments == ()
 
 
 async def test_what_a_command_leaves_in_the_background_ends_with_it() -> None:
-    made = await run_shell("sleep 600 & echo $!", ENVIRONMENT)
-    assert await is_gone(int(made.text))
+    got = await run_shell("sleep 600 & echo $!", ENVIRONMENT)
+    assert await is_gone(int(got.text))
 
 
 async def test_a_command_has_a_time() -> None:
-    made = await run_shell("echo begun; trap '' TERM; sleep 600 & echo $!; wait; sleep 600", ENVIRONMENT, limit_s=0.5)
-    begun, pid, note = made.text.splitlines()
+    got = await run_shell("echo begun; trap '' TERM; sleep 600 & echo $!; wait; sleep 600", ENVIRONMENT, limit_s=0.5)
+    begun, pid, note = got.text.splitlines()
     assert (begun, note) == ("begun", "[ended after 0.5 s]")
     assert await is_gone(int(pid))
 
 
 async def test_output_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shell, "MAX_OUTPUT", 64 * 2**10)
-    made = await run_shell("yes", ENVIRONMENT)
-    assert made.text.endswith("y\n[ended: these are the first 64 KiB of its output]\n")
-    assert made.size == 64 * 2**10
+    got = await run_shell("yes", ENVIRONMENT)
+    assert got.text.endswith("y\n[ended: these are the first 64 KiB of its output]\n")
+    assert got.size == 64 * 2**10
 
 
 async def test_a_command_reads_nothing_and_has_no_terminal() -> None:
-    made = await run_shell("cat; tty; echo $TERM", ENVIRONMENT)
-    assert made.text.splitlines()[-1] == "dumb"
+    got = await run_shell("cat; tty; echo $TERM", ENVIRONMENT)
+    assert got.text.splitlines()[-1] == "dumb"
     assert (await run_shell("true", ENVIRONMENT)).text == "[no output]\n"
     assert (await run_shell("printf x", ENVIRONMENT)).text == "x"
 
@@ -184,5 +193,5 @@ def test_control_characters_are_shown() -> None:
 
 
 async def test_a_signal_is_named() -> None:
-    made = await run_shell("kill -KILL $$", ENVIRONMENT)
-    assert made.text == f"[exit code {-signal.SIGKILL}]\n"
+    got = await run_shell("kill -KILL $$", ENVIRONMENT)
+    assert got.text == f"[exit code {-signal.SIGKILL}]\n"

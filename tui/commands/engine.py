@@ -81,6 +81,8 @@ async def compare(face: ScreenFace, argument: str) -> None:
     if kept is None:  # cancelled: the chat stays on the old answer
         await workspace.answers.end(session.chat.id)
         session.show(message.id)
+        if not answer.message.text.strip() and not answer.message.calls:
+            session.drop(answer.message)
     elif session is workspace.session and workspace.answer is None:
         session.show(kept)
     if session is workspace.session:

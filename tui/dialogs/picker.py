@@ -120,7 +120,8 @@ class PickerScreen(ModalScreen[Picked | None]):
         lines = [_head("Installed"), *map(self._installed_line, installed)] if installed else []
         recent = [path for path in self._recent if _matches(words, path)]
         if self._choose_installed and is_path(typed.strip()):
-            self._list_folder(typed)
+            if not self._note:  # else it is a path of another machine
+                self._list_folder(typed)
             lines = self._path_lines(typed.strip())
         else:
             if recent:
@@ -151,6 +152,8 @@ class PickerScreen(ModalScreen[Picked | None]):
         if not typed.endswith("/"):
             lines = [_head("A file or folder"), Option(Text(f"use {clean(typed)}"), id=typed)]
         folder, name = os.path.split(typed)
+        if self._note:
+            return lines
         if folder != self._folder:
             return [*lines, Option(Text("reading the folder …"), disabled=True)]
         fits = [entry for entry in self._entries if entry.name.lower().startswith(name.lower())]

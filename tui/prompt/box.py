@@ -206,13 +206,12 @@ class Prompt(TextArea):
             self.post_message(self.Paged(-1 if event.key == "pageup" else 1))
         elif event.key in ("up", "down") and self._walk_history(event.key):
             self._consume(event)
-        elif event.key == "tab" and self.is_shell:
-            self._consume(event)
         elif event.key == "tab" and (
-            self.picking or self.text.startswith("/") or (self.offers_command and not self.text)
+            self.picking or self.is_shell or self.text.startswith("/") or (self.offers_command and not self.text)
         ):
             self._consume(event)
-            self.post_message(self.TabPressed())
+            if not self.is_shell:
+                self.post_message(self.TabPressed())
         else:
             await super()._on_key(event)
 
