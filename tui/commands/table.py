@@ -265,8 +265,8 @@ PROMPT_KEYS = (
 TRANSCRIPT_KEYS = (
     Key("up,k", "select(-1)", "The message above"),
     Key("down,j", "select(1)", "The message below, then the prompt"),
-    Key("/", "screen.run('find')", "Find words in this chat"),
-    Key("n", "find(1)", "The next place with the words"),
+    Key("/", "screen.run('find')", "Find words"),
+    Key("n", "find(1)", "The next place"),
     Key("N", "find(-1)", "The place before"),
     Key("left", "act('previous')", "The previous version"),
     Key("right", "act('next')", "The next version"),
@@ -301,13 +301,13 @@ FILE_KEYS = (
 )
 
 SIDEBAR_KEYS = (
-    Key("enter", "", "Open the chat"),
-    Key("r", "act('title')", "Rename the chat"),
-    Key("p", "act('pin')", "Pin the chat at the top, or unpin it"),
-    Key("t", "act('tag')", "Tag the chat; #TAG in the search filters"),
-    Key("a", "act('archive')", "Put it into the archive, or take it out"),
-    Key("delete", "act('delete')", "Delete the chat"),
-    Key("ctrl+z", "screen.run('undo')", "Bring back the chat that was deleted last"),
+    Key("enter", "", "Open it"),
+    Key("r", "act('title')", "Rename it"),
+    Key("p", "act('pin')", "Pin it, or unpin it"),
+    Key("t", "act('tag')", "Tag it; #TAG in the search filters"),
+    Key("a", "act('archive')", "Archive it, or take it out"),
+    Key("delete", "act('delete')", "Delete it"),
+    Key("ctrl+z", "screen.run('undo')", "Bring back the deleted chat"),
     Key("escape", "", "Back to the prompt"),
 )
 
