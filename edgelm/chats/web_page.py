@@ -107,9 +107,7 @@ async def fetched(url: str) -> Attachment:
 
 def _without_stop(url: str) -> str:
     """Return an address without what ends the sentence or the bracket that it stands in."""
-    while url[-1] in ".,;:!?" or any(
-        url[-1] == end and url.count(end) > url.count(begin) for begin, end in _PAIRS
-    ):
+    while url[-1] in ".,;:!?" or any(url[-1] == end and url.count(end) > url.count(begin) for begin, end in _PAIRS):
         url = url[:-1]
     return url
 

@@ -43,7 +43,7 @@ async def test_a_page_is_fetched_after_asking(open_chat: Open, fetched: list[str
         await chat.ready()
         await send(chat, f"Sum up {URL}.")
         await opens(chat, PickScreen)
-        await chat.sees("The model cannot open addresses", "asks ferrets.example, from this machine")
+        await chat.sees("The model cannot open addresses", "Fetch its page from ferrets.example")
         assert fetched == []
         assert chat.endpoint.requests == []
         await chat.press("down", "enter")

@@ -44,7 +44,7 @@ async def offer_pages(face: Face, text: str) -> bool:
 
     choices = [
         Choice("send", "Send the message as it is"),
-        Choice("fetch", f"Fetch {pages} and attach the text", f"asks {hosts}, from this machine"),
+        Choice("fetch", f"Fetch {pages} from {hosts}", "attached as text"),
         Choice("never", "Send, and do not ask again until edgelm is closed"),
     ]
     chosen = await face.ask(lambda: PickScreen("The model cannot open addresses", choices), told)
