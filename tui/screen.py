@@ -269,7 +269,7 @@ class ChatScreen(Screen[None]):
         call = parse_call(text) or (("", "") if event.command is not None else None)
         offer = parse_offer(text, self._toolbox.servers)
         if event.command is not None and ":" in event.command.name:
-            offer = offer or (event.command.name, "")
+            offer = (event.command.name, offer[1] if offer is not None else "")  # the list knows the whole name
         if offer is not None:
             pane.prompt.sent.add(text)
             pane.close_commands()
