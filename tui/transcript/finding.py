@@ -64,7 +64,8 @@ class Finding:
 
     def matches(self, lines: Sequence[Line | None]) -> list[list[Piece]]:
         """Return the matches in consecutive lines, each with its part of every line that it touches."""
-        text, begins = "", []
+        text = ""
+        begins: list[tuple[int, int, int]] = []  # in the text, the line, and its prefix
         for index, line in enumerate(lines):
             if line is None or 0 < len(line.text) <= line.prefix:
                 continue  # no line, or only decoration
