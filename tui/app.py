@@ -19,6 +19,7 @@ from textual import _ansi_sequences
 from textual.app import App
 from textual.binding import Binding, BindingType
 from textual.command import DiscoveryHit, Hit, Hits, Provider
+from textual.content import Content
 from textual.keys import Keys
 from textual.screen import Screen
 from textual.theme import Theme
@@ -33,7 +34,7 @@ from edgelm.client.reader import Reader, SendQuestion
 from edgelm.client.tool_runner import Asker, CallQuestion, LimitQuestion, Permit, ToolRunner
 from edgelm.tui import terminal_input
 from edgelm.tui.answers import failure_words
-from edgelm.tui.commands.keymap import KeyMap
+from edgelm.tui.commands.keymap import KeyMap, keymap_of
 from edgelm.tui.commands.table import COMMANDS, Command
 from edgelm.tui.lines import clean
 from edgelm.tui.palette import readable_variables
@@ -79,15 +80,20 @@ class ChatCommands(Provider):
 
     async def discover(self) -> Hits:
         for command in self._commands:
-            yield DiscoveryHit(f"/{command.name}", partial(self._run, command.name), help=command.help)
+            shown = self._with_key(Content(f"/{command.name}"), command)
+            yield DiscoveryHit(shown, partial(self._run, command.name), f"/{command.name}", command.help)
 
     async def search(self, query: str) -> Hits:
         matcher = self.matcher(query)
         for command in self._commands:
             score = matcher.match(f"/{command.name} {command.help}")
             if score > 0:
-                shown = matcher.highlight(f"/{command.name}")
-                yield Hit(score, shown, partial(self._run, command.name), help=command.help)
+                shown = self._with_key(matcher.highlight(f"/{command.name}"), command)
+                yield Hit(score, shown, partial(self._run, command.name), f"/{command.name}", command.help)
+
+    def _with_key(self, name: Content, command: Command) -> Content:
+        key = keymap_of(self.app).key_of(command.name)
+        return Content.assemble(name, (f"  {key}", "$text-muted")) if key else name
 
     def _run(self, name: str) -> None:
         assert isinstance(self.screen, ChatScreen)
@@ -136,7 +142,7 @@ class ChatApp(App[None], inherit_bindings=False):
     COMMANDS: ClassVar[Any] = {ChatCommands}
     NOTIFICATION_TIMEOUT = 4
     CSS = """
-    ToastRack { dock: top; }
+    ToastRack { dock: top; margin-top: 1; }  /* below the title and the row of what is set */
     Toast { max-width: 60; }
     """
 

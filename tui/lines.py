@@ -84,6 +84,18 @@ def wrap_words(text: Text, width: int) -> list[Line]:
     return lines
 
 
+def cut_words(text: Text, width: int) -> Text:
+    """Return the whole words at the beginning of a line that have room, and an ellipsis where there are more."""
+    if width <= 1 or text.cell_len <= width:
+        return text
+    cut = text.copy()
+    cut.truncate(width - 1, overflow="crop")
+    begun = cut.plain
+    words = (begun if text.plain[len(begun)].isspace() else re.sub(r"\s+\S*$", "", begun)).rstrip()
+    kept = words if cell_len(words) > width // 2 else begun
+    return cut[: len(kept)].append("…")
+
+
 def wrap_cells(text: Text, width: int) -> list[Line]:
     """Break a line of code, which has no newline, exactly at the width."""
     width = max(width, 2)

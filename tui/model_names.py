@@ -6,13 +6,20 @@ Knows nothing of widgets.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from edgelm.base.errors import RequestError
 from edgelm.client.endpoint import ModelEntry
 from edgelm.library.catalog import hub_reference
+from edgelm.library.progress import size_text
 from edgelm.tui.pulls import Pull
+
+MAX_SCANNED = 5000  # entries of a folder
+_LATER_PART = re.compile(r"-0*([2-9]|[1-9]\d+)-of-\d+\.gguf$", re.IGNORECASE)  # the first part stands for all
 
 
 def is_path(model: str) -> bool:
@@ -36,6 +43,32 @@ def find_model(models: Sequence[ModelEntry], name: str, *, can_pull: bool) -> st
 def existing(paths: Sequence[str]) -> list[str]:
     """Return the paths at which there is a file or folder."""
     return [path for path in paths if Path(path).exists()]
+
+
+@dataclass(frozen=True, slots=True)
+class FolderEntry:
+    """A model or a folder in a folder of the user."""
+
+    name: str
+    is_model: bool
+    detail: str = ""
+
+
+def model_entries(folder: str) -> list[FolderEntry]:
+    """Return the models in a folder, and the folders, in which there may be some; none where it cannot be read."""
+    entries = []
+    try:
+        for entry in islice(os.scandir(Path(folder).expanduser()), MAX_SCANNED):
+            if entry.name.startswith(".") or not entry.name.isprintable():
+                continue
+            if entry.is_dir():
+                is_model = Path(entry.path, "config.json").is_file()
+                entries.append(FolderEntry(entry.name, is_model, "folder of a model" if is_model else ""))
+            elif entry.name.lower().endswith(".gguf") and not _LATER_PART.search(entry.name):
+                entries.append(FolderEntry(entry.name, is_model=True, detail=size_text(entry.stat().st_size)))
+    except (OSError, RuntimeError):  # RuntimeError: a home that is not known
+        pass
+    return sorted(entries, key=lambda entry: (not entry.is_model, entry.name.lower()))
 
 
 def find_pulled(models: Sequence[ModelEntry], pull: Pull) -> str | None:

@@ -7,7 +7,7 @@ Knows nothing of how chats are opened, saved and answered.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from textual import events, on, work
 from textual.app import ComposeResult
@@ -19,7 +19,7 @@ from edgelm.chats.attachments import Attachment
 from edgelm.chats.history import Message, split_sent
 from edgelm.client.session import Session
 from edgelm.tui.answers import Answer
-from edgelm.tui.commands.table import Suggestion
+from edgelm.tui.commands.table import Command, Suggestion
 from edgelm.tui.hints import link
 from edgelm.tui.lines import COLUMN, clean, margin
 from edgelm.tui.prompt.attaching import Attaching
@@ -30,6 +30,7 @@ from edgelm.tui.prompt.pasted import existing_paths, is_long
 from edgelm.tui.prompt.paths import common_start, suggest_paths
 from edgelm.tui.state_row import StateRow
 from edgelm.tui.transcript.drafted import Spans
+from edgelm.tui.transcript.finding import FindBar
 from edgelm.tui.transcript.views import MessageView
 from edgelm.tui.transcript.widget import Transcript
 
@@ -83,6 +84,7 @@ class ChatPane(Vertical):
         self.files = files
         self.state = StateRow()
         self.transcript = Transcript()
+        self._find_bar = FindBar()
         self.prompt = Prompt()
         self.editing: int | None = None
         self._set_aside: tuple[str, tuple[Attachment, ...]] = ("", ())  # what was being written when the edit began
@@ -102,6 +104,7 @@ class ChatPane(Vertical):
             yield Static(link("+ new", "screen.run('new')"), id="new")
         yield self.state
         yield self.transcript
+        yield self._find_bar
         yield self._completion
         yield self.files.bar
         yield self.prompt
@@ -111,7 +114,14 @@ class ChatPane(Vertical):
         self.transcript.styles.width = event.size.width  # 1fr would be less by the margins of the others
         left = margin(event.size.width)
         width = min(event.size.width, COLUMN)
-        for widget in (self.query_one("#head"), self.state, self._completion, self.files.bar, self.prompt):
+        for widget in (
+            self.query_one("#head"),
+            self.state,
+            self._find_bar,
+            self._completion,
+            self.files.bar,
+            self.prompt,
+        ):
             widget.styles.margin = (0, 0, widget.styles.margin.bottom, left)
             widget.styles.width = width
 
@@ -121,6 +131,7 @@ class ChatPane(Vertical):
         """Show a chat from its end; `answer` is the one being written, `drafted` has the spans of messages."""
         self.files.look(session)
         self._collapsed.clear()
+        self._find_bar.close()
         self.transcript.show(self._views(session, answer, drafted))
         self.show_title(session)
 
@@ -164,6 +175,32 @@ class ChatPane(Vertical):
         for view in views:
             view.fold(view.message.id in self._collapsed)
         self.transcript.refold()
+
+    @on(Transcript.Unfolded)
+    def _unfolded(self, event: Transcript.Unfolded) -> None:
+        self._collapsed.discard(event.message_id)
+
+    def find(self, words: str) -> None:
+        """Let the user find words in the conversation, these if there are any."""
+        self._find_bar.open(words)
+
+    def close_find(self) -> bool:
+        """Find nothing any more; return whether the bar was open."""
+        self.transcript.find("")
+        return self._find_bar.close()
+
+    @on(FindBar.Typed)
+    def _find_typed(self, event: FindBar.Typed) -> None:
+        self._find_bar.show_count(self.transcript.find(event.words))
+
+    @on(FindBar.Moved)
+    def _find_moved(self, event: FindBar.Moved) -> None:
+        self.transcript.action_find(event.by)
+
+    @on(FindBar.Entered)
+    def _find_entered(self) -> None:
+        if self.transcript.views:
+            self.transcript.focus_found()
 
     def _refold(self) -> None:
         for view in self.transcript.views:
@@ -230,6 +267,7 @@ class ChatPane(Vertical):
         if self.editing is None:
             self._set_aside = (self.prompt.text, self.files.attachments)
         self.editing = message.id
+        self.prompt.leave_shell()
         self.files.set(message.attachments, message)
         self.prompt.put(message.text)
         self.prompt.add_class("-editing")
@@ -269,15 +307,25 @@ class ChatPane(Vertical):
 
     @on(Prompt.Typed)
     def _typed(self, event: Prompt.Typed) -> None:
-        if self._picker.typed():
+        if not self.prompt.is_shell and self._picker.typed():
             return
-        self._completion.update(event.text)
+        self._completion.update("!" if self.prompt.is_shell else event.text)
         self._note_completion()
 
     @on(Prompt.Moved)
     def _moved(self, event: Prompt.Moved) -> None:
         self._completion.move(event.by)
         self._note_completion()
+
+    def list_also(self, more: Callable[[], Sequence[Command]]) -> None:
+        """List these behind the commands: the prompts and resources of servers."""
+        self._completion.more = more
+
+    def renew_commands(self) -> None:
+        """Show commands that are known only now."""
+        if self.prompt.text.startswith("/") and not self.prompt.is_shell and not self.prompt.picking:
+            self._completion.update(self.prompt.text, again=True)
+            self._note_completion()
 
     def _note_completion(self) -> None:
         self.prompt.completing = self._completion.chosen is not None

@@ -22,11 +22,14 @@ from textual.containers import Horizontal
 from textual.screen import Screen
 from textual.timer import Timer
 from textual.widgets import Input
+from textual.worker import Worker
 
 from edgelm.base.errors import EdgeLMError, RequestError
+from edgelm.base.places import own_environment
 from edgelm.chats.history import Message
 from edgelm.chats.store import ChatsError
 from edgelm.chats.store_thread import StoreThread
+from edgelm.chats.tools.toolbox import Toolbox
 from edgelm.client.answer_stream import AnswerStats, stats_from_json
 from edgelm.client.link import Link
 from edgelm.client.reader import Reader
@@ -34,10 +37,10 @@ from edgelm.client.session import Session
 from edgelm.client.tool_runner import ToolRunner
 from edgelm.tui.answers import Answer, Answers
 from edgelm.tui.commands.keymap import keyless_bindings
-from edgelm.tui.commands.table import GLOBAL_KEYS, Suggestion, find_command, parse_call
+from edgelm.tui.commands.table import GLOBAL_KEYS, Command, Suggestion, find_command, parse_call, parse_offer
 from edgelm.tui.dialogs.stats_text import figure_lines
 from edgelm.tui.inspector.panel import InspectorPanel
-from edgelm.tui.lines import clean
+from edgelm.tui.lines import clean, short_name
 from edgelm.tui.pane import ChatPane
 from edgelm.tui.prompt.attaching import Attaching
 from edgelm.tui.prompt.box import Prompt
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
 
 TWICE_S = 2.0  # for the second Ctrl+C
 COLLECT_AFTER_S = 1.0  # from the end of the last answer to a full garbage collection
+LOOK_S = 3.0  # between two looks whether another window has changed the open chat
 UNSENT_S = 0.5  # between two saves of the text in the prompt
 NEVER = 1_000_000_000  # as a threshold of the garbage collector
 
@@ -97,6 +101,7 @@ class ChatScreen(Screen[None]):
         )
         self.sidebar, self.pane, self.status = Sidebar(), ChatPane(self.files), StatusLine()
         self.pane.suggest = self._suggest
+        self.pane.list_also(self._offer_commands)
         self.inspector = InspectorPanel(link, bandwidth)
         self.view = ScreenView(self, self.workspace, self.pane, self.sidebar, self.status, self.inspector)
         self._titles = Titles(
@@ -105,6 +110,7 @@ class ChatScreen(Screen[None]):
         self._interrupted = -TWICE_S  # when Ctrl+C was pressed
         self._unsent: str | None = None  # the text in the prompt; None until something was typed
         self._unsent_timer: Timer | None = None
+        self._shell: Worker[None] | None = None  # the command that was run last
 
     def compose(self) -> ComposeResult:
         with Horizontal():
@@ -155,6 +161,7 @@ class ChatScreen(Screen[None]):
             prompt.put(settings["draft"])
         self.view.show_chats()
         self.view.show_model()
+        self.set_interval(LOOK_S, self.look_elsewhere)
 
     @work(group="connect", exclusive=True)
     async def _connect(self) -> None:
@@ -260,7 +267,14 @@ class ChatScreen(Screen[None]):
         pane = self.pane
         text = event.text or pane.chosen_offer
         call = parse_call(text) or (("", "") if event.command is not None else None)
-        if call is not None:
+        offer = parse_offer(text, self._toolbox.servers)
+        if event.command is not None and ":" in event.command.name:
+            offer = (event.command.name, offer[1] if offer is not None else "")  # the list knows the whole name
+        if offer is not None:
+            pane.prompt.sent.add(text)
+            pane.close_commands()
+            self._take_offer(*offer)
+        elif call is not None:
             command = event.command or find_command(call[0])
             if command is None:
                 self.notify(f"there is no command /{call[0]}; / shows all", severity="warning", markup=False)
@@ -270,19 +284,75 @@ class ChatScreen(Screen[None]):
             pane.close_commands()
             self.run_command(command.name, call[1])
         elif text.strip() or self.files.attachments:
-            if self.files.must_check:
+            if self.files.must_check or "://" in text:
                 self._check_and_send(text, self.workspace.session)
             else:
                 self._try_to_send(text)
         else:
             pane.prompt.give_back(text)
 
+    @work(group="command")
+    async def _take_offer(self, name: str, argument: str) -> None:
+        from edgelm.tui.commands.tools import take_offer
+
+        try:
+            await take_offer(self._face, name, argument)
+        except EdgeLMError as error:
+            self.view.complain(error)
+
+    @property
+    def _toolbox(self) -> Toolbox:
+        return self.workspace.answers.tools.toolbox
+
+    def _offer_commands(self) -> list[Command]:
+        """Return the prompts and resources of the servers that this chat uses."""
+        from edgelm.tui.commands.tools import offer_commands  # delays its imports
+
+        tools = self.workspace.session.chat.tools
+        return offer_commands(self._toolbox, tools) if tools else []
+
+    @work(group="offers", exclusive=True)
+    async def _list_offers(self) -> None:
+        """Ask the servers that this chat uses for their prompts and resources, each once."""
+        for name in self.workspace.session.chat.tools:
+            with suppress(EdgeLMError):  # it is told when a message is sent
+                connection = self._toolbox.connection(name)
+                if connection.offers is None and connection.state != "failed":
+                    await connection.list_offers()
+                    self.pane.renew_commands()
+
+    @on(Prompt.Ran)
+    def _ran(self, event: Prompt.Ran) -> None:
+        if self._shell is not None and self._shell.is_running:
+            self.notify("a command is running; Esc stops it", severity="warning")
+        elif event.command.strip():
+            self.pane.prompt.ran.add(event.command)
+            self._shell = self._run_shell(event.command)
+
+    @work(group="shell")
+    async def _run_shell(self, command: str) -> None:
+        """Run a command in the user's shell, and attach its output."""
+        from edgelm.tui.prompt.shell import run_shell
+
+        activity = f"running {' '.join(command.split())[:20]}; Esc stops it"
+        try:
+            output = await self._face.wait(activity, run_shell(command, own_environment()))
+        except EdgeLMError as error:
+            self.view.complain(error)
+        else:
+            self.view.add(output)
+
     @work(group="send")
     async def _check_and_send(self, typed: str, session: Session) -> None:
         """Send a message when its files are checked, unless another chat was opened meanwhile."""
+        from edgelm.tui.commands.messages import offer_pages  # after the first paint
+
         try:
+            if not await offer_pages(self._face, _message(typed)):
+                self.pane.prompt.give_back(typed)
+                return
             await self.files.check(_message(typed))
-        except RequestError as error:
+        except EdgeLMError as error:
             self.pane.prompt.give_back(typed)
             self.view.complain(error)
         else:
@@ -320,6 +390,15 @@ class ChatScreen(Screen[None]):
                 self.notify(note, severity="warning", timeout=10)
                 if session is self.workspace.session:
                     self.view.update_chat()
+
+    @work(group="elsewhere", exclusive=True)
+    async def look_elsewhere(self) -> None:
+        """Show whether another window has changed the open chat."""
+        was_outdated = self.workspace.is_outdated
+        with suppress(ChatsError):
+            await self.workspace.look_elsewhere()
+        if self.workspace.is_outdated != was_outdated and self.view.is_composed:
+            self.view.show_state()
 
     def _complain(self, error: EdgeLMError) -> None:
         self.view.complain(error)
@@ -404,7 +483,10 @@ class ChatScreen(Screen[None]):
     def _typed(self, event: Prompt.Typed) -> None:
         if len(event.text) == 1:
             self.files.look(self.workspace.session)
-        self._unsent = "" if self.pane.editing is not None else event.text
+        if event.text == "/":
+            self._list_offers()
+        is_message = self.pane.editing is None and not self.pane.prompt.is_shell
+        self._unsent = event.text if is_message else ""
         if self._unsent_timer is None:
             self._unsent_timer = self.set_timer(UNSENT_S, self._save_typed)
 
@@ -463,7 +545,13 @@ class ChatScreen(Screen[None]):
         """Close or stop the innermost thing that is open."""
         if self.pane.close_commands():
             return
-        if self.focused is not self.pane.prompt:
+        if self.pane.close_find():
+            self.view.focus_prompt()
+        elif self._shell is not None and self._shell.is_running:
+            self._shell.cancel()
+        elif self.pane.prompt.leave_shell():
+            pass
+        elif self.focused is not self.pane.prompt:
             self.view.focus_prompt()
         elif not self.workspace.answers.stop(self.workspace.session.chat.id):
             self.pane.leave_edit()
@@ -491,7 +579,9 @@ class ChatScreen(Screen[None]):
 
     def _show_figures(self, message: Message) -> None:
         if (stats := stats_from_json(message.stats)) is not None:
-            self.notify("\n".join(figure_lines(stats)), title=clean(message.model), timeout=10, markup=False)
+            self.notify(
+                "\n".join(figure_lines(stats)), title=clean(short_name(message.model)), timeout=10, markup=False
+            )
 
     def action_toggle_reasoning(self) -> None:
         self.pane.toggle_reasoning()

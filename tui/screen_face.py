@@ -13,6 +13,7 @@ from textual.markup import escape
 from textual.screen import ModalScreen
 
 from edgelm.base.errors import EdgeLMError
+from edgelm.chats.attachments import Attachment
 from edgelm.chats.history import Message
 from edgelm.client.reader import Reader
 from edgelm.tui.commands.face import Part
@@ -122,6 +123,12 @@ class ScreenFace:
 
     async def attach(self, path: str) -> None:
         self.view.attach(path)
+
+    async def add(self, attachment: Attachment) -> None:
+        self.view.add(attachment)
+
+    async def propose(self, text: str) -> None:
+        self.view.put_prompt(f"/{text}" if text.startswith("/") else text)  # // begins a message with a slash
 
     async def attach_clipboard(self) -> None:
         await self.view.attach_clipboard()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from textual.screen import Screen
 
 from edgelm.base.errors import EdgeLMError
+from edgelm.chats.attachments import Attachment
 from edgelm.chats.history import Message
 from edgelm.chats.store import ChatsError
 from edgelm.client.answer_stream import stats_from_json
@@ -100,6 +101,10 @@ class ScreenView:
         """Attach a file or folder to the message being written; list files if there is no path."""
         self._pane.attach(path)
 
+    def add(self, attachment: Attachment) -> None:
+        """Attach a text to the message being written."""
+        self._pane.files.add(attachment)
+
     async def attach_clipboard(self) -> None:
         """Attach the picture on the clipboard. Raises EdgeLMError."""
         await self._pane.files.add_clipboard()
@@ -110,6 +115,11 @@ class ScreenView:
     @property
     def prompt_text(self) -> str:
         return self._pane.prompt.text
+
+    def begin_shell(self) -> None:
+        """Let the text in the prompt be a command for the shell."""
+        self._pane.prompt.begin_shell()
+        self.focus_prompt()
 
     def put_prompt(self, text: str) -> None:
         """Replace the text in the prompt."""
@@ -135,6 +145,10 @@ class ScreenView:
     def search(self, words: str) -> None:
         """Put the cursor into the search over all chats, with these words if there are any."""
         self._sidebar.search(words)
+
+    def find(self, words: str) -> None:
+        """Put the cursor into the bar that finds words in the open chat, with these words if there are any."""
+        self._pane.find(words)
 
     def show_model(self) -> None:
         """Show the model of the open chat, and the offers for an empty prompt."""
@@ -162,7 +176,9 @@ class ScreenView:
 
         workspace = self._workspace
         unused_gpu = workspace.link.unused_gpu.get(workspace.model, "")
-        self._pane.state.show(state_parts(workspace.session.chat, num_tools, unused_gpu))
+        chat = workspace.session.chat
+        parts = state_parts(chat, num_tools, unused_gpu=unused_gpu, is_outdated=workspace.is_outdated)
+        self._pane.state.show(parts)
         if unused_gpu not in self._told:  # once as a whole: the row may have no room for its end
             self._told.add(unused_gpu)
             self._screen.notify(clean(unused_gpu), timeout=GPU_S, markup=False)

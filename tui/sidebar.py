@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rich.text import Text
 from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Vertical
+from textual.content import Content
 from textual.message import Message as Event
 from textual.widgets import Input, OptionList
 from textual.widgets.option_list import Option
@@ -24,6 +26,7 @@ from edgelm.tui.commands.keymap import keymap_of
 from edgelm.tui.commands.table import SIDEBAR_KEYS
 from edgelm.tui.dialogs.basic import FOCUS_CSS
 from edgelm.tui.hints import Hint
+from edgelm.tui.lines import cut_words
 from edgelm.tui.palette import list_text
 
 NARROW = 100  # columns of the terminal; below, the list opens over the conversation
@@ -35,6 +38,12 @@ class ChatList(OptionList):
     @dataclass
     class Asked(Event):
         """The right button was pressed on a line."""
+
+    class Resized(Event):
+        """The lines have another width."""
+
+    def on_resize(self) -> None:
+        self.post_message(self.Resized())
 
     def on_click(self, event: events.Click) -> None:
         index = event.style.meta.get("option")
@@ -80,7 +89,7 @@ class Sidebar(Vertical):
 
     @dataclass
     class Acted(Event):
-        """A key was pressed on a chat: pin, tag, archive, delete, or menu to ask for one of them."""
+        """A key was pressed on a chat: title, pin, tag, archive, delete, or menu to ask for one of them."""
 
         action: str
         chat_id: int
@@ -173,7 +182,7 @@ class Sidebar(Vertical):
         """
         options = self.query_one(OptionList)
         before, self._rows = self._rows, rows
-        prompts = [list_text(row.text, self.app.current_theme) for row in rows]
+        prompts = list(map(self._prompt, rows))
         place = options.highlighted
         if [row.id for row in rows] == [row.id for row in before]:
             for i, (row, old) in enumerate(zip(rows, before, strict=True)):
@@ -194,6 +203,18 @@ class Sidebar(Vertical):
             options.highlighted = _nearest(rows, place) if kept is None else kept
         else:
             options.highlighted = opened
+
+    def _prompt(self, row: Row) -> Content:
+        """Return a line, which ends with a whole word; a hit is wrapped instead."""
+        width = 0 if self.has_class("-searching") else self.query_one(OptionList).scrollable_content_region.width
+        lines = (cut_words(line, width) for line in row.text.split("\n", allow_blank=True))
+        return list_text(Text("\n").join(lines) if width else row.text, self.app.current_theme)
+
+    @on(ChatList.Resized)
+    def _resized(self) -> None:
+        options = self.query_one(OptionList)
+        for i, row in enumerate(self._rows):
+            options.replace_option_prompt_at_index(i, self._prompt(row))
 
     # Keys
 
@@ -254,8 +275,14 @@ class Sidebar(Vertical):
         if self.query_one(Input).has_focus:
             return [Hint("Enter", "results", "list"), Hint("Esc", "back", "close")]
         undo = [Hint("Ctrl+Z", "undo", "screen.run('undo')")] if self.can_undo else []
-        names = (("Del", "delete"), ("p", "pin"), ("t", "tag"), ("a", "archive"))
-        acts = [Hint(key, name, f"act({name!r})") for key, name in names]
+        names = (
+            ("Del", "delete", "delete"),
+            ("p", "pin", "pin"),
+            ("t", "tag", "tag"),
+            ("a", "archive", "archive"),
+            ("r", "rename", "title"),
+        )
+        acts = [Hint(key, label, f"act({action!r})") for key, label, action in names]
         return [*undo, acts[0], Hint("Esc", "back", "close"), *acts[1:]]
 
     def on_key(self, event: events.Key) -> None:

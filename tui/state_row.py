@@ -31,12 +31,17 @@ class StatePart(NamedTuple):
     command: str
 
 
-def state_parts(chat: Chat, num_tools: Callable[[str], int | None], unused_gpu: str = "") -> list[StatePart]:
+def state_parts(
+    chat: Chat, num_tools: Callable[[str], int | None], *, unused_gpu: str = "", is_outdated: bool = False
+) -> list[StatePart]:
     """Return what is set for a chat. `num_tools` returns the number of a server's tools, None while unknown.
 
-    `unused_gpu` is the line about a GPU that stands in the machine and is not used.
+    `unused_gpu` is the line about a GPU that stands in the machine and is not used. `is_outdated`: another window has
+    changed the chat.
     """
-    parts = [StatePart(f"preset {chat.preset}", "preset")] if chat.preset else []
+    parts = [StatePart("changed in another window: reload", "reload")] if is_outdated else []
+    if chat.preset:
+        parts.append(StatePart(f"preset {chat.preset}", "preset"))
     if chat.system.strip():
         parts.append(StatePart("system prompt", "system"))
     values = dict(chat.sampling)

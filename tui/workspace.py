@@ -33,12 +33,14 @@ from edgelm.tui.lines import short_name
 from edgelm.tui.model_names import find_model, is_path
 from edgelm.tui.tags import split_query
 from edgelm.tui.transcript.drafted import Spans
+from edgelm.tui.transcript.passages import one_line
 
 NUM_SENT = 500  # earlier messages for the Up key
 NUM_HITS = (100, 400, 1600)  # limits of a search; the next one is tried where a tag leaves fewer than ENOUGH_HITS
 ENOUGH_HITS = 30
 TRASH_DAYS = 30
 MAX_RECENT = 5  # paths of models
+COMPARED = ("title", "system", "model", "sampling", "knowledge", "preset", "tools", "deleted")  # with a chat as saved
 
 T = TypeVar("T")
 
@@ -81,7 +83,11 @@ class Workspace:
         self.answer_started: Callable[[], None] = lambda: None  # called before each answer
         self.deleted: list[int] = []  # chats that were deleted in this run and can be brought back, the last one last
         self.drafted: dict[int, Spans] = {}  # by message, of the answers since the start
+        self.asked_pages: set[str] = set()  # addresses that were offered to be fetched
+        self.offers_pages = True
         self._last_model = ""
+        self._compared: tuple[Session, int] | None = None  # with the saved chat, at a version of the file
+        self._outdated: Session | None = None  # another window has changed its chat
 
     # Saved state
 
@@ -136,9 +142,31 @@ class Workspace:
         """Add what another window has written in a chat since; return a line about it. Raises ChatsError."""
         known, chat_id = len(session.tree.messages), session.chat.id
         messages = await self.read(lambda store: store.messages(chat_id) if store.num_messages(chat_id) > known else [])
+        self._outdated = None
         if not session.tree.adopt(messages):
             return ""
         return "another window has written in this chat: your message is a version beside it, and both are kept"
+
+    @property
+    def is_outdated(self) -> bool:
+        """Tell whether another window has changed the open chat, as far as `look_elsewhere` has seen."""
+        return self._outdated is self.session
+
+    async def look_elsewhere(self) -> None:
+        """Compare the open chat with the saved one, if another program has written since. Raises ChatsError."""
+        session, before = self.session, replace(self.session.chat)
+        if self.answer is not None or self.store.problem is not None or not session.tree.messages:
+            return
+        version = await self.read(Store.version)
+        if self._compared == (session, version):
+            return
+        chat, count = await self.read(lambda store: (store.chat(before.id), store.num_messages(before.id)))
+        if chat is None or session is not self.session or session.chat != before or self.answer is not None:
+            return  # it is compared again at the next look
+        self._compared = session, version
+        is_longer = count > len(session.tree.messages) or chat.changed > before.changed
+        if is_longer or any(getattr(chat, name) != getattr(before, name) for name in COMPARED):
+            self._outdated = session
 
     def new_chat(self) -> None:
         """Open an empty chat with the model, sampling and preset of the one before, or the preset for new chats."""
@@ -247,9 +275,12 @@ class Workspace:
         self.deleted.append(chat_id)
 
     async def restore_chat(self, chat_id: int) -> bool:
-        """Take a chat out of the trash and open it; return False if it is gone. Raises ChatsError."""
-        self.change_chat(chat_id, deleted=None)
+        """Take a chat out of the trash and open it; return False if it is gone. Raises EdgeLMError."""
         self.deleted = [deleted for deleted in self.deleted if deleted != chat_id]
+        chat = await self.read(lambda store: store.chat(chat_id))
+        if chat is not None and chat.deleted is None:
+            raise RequestError(f"{one_line(chat.title)} is not in the trash any more", "/trash lists what is")
+        self.change_chat(chat_id, deleted=None)
         return await self.open_chat(chat_id)
 
     # Models

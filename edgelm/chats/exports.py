@@ -5,6 +5,7 @@ Owns their names and the names of files. Knows nothing of where files are.
 
 from __future__ import annotations
 
+from edgelm.base.errors import RequestError
 from edgelm.chats.export_json import to_json
 from edgelm.chats.export_md import to_markdown
 from edgelm.chats.formats import FORMATS, Format
@@ -23,12 +24,17 @@ def export_chat(form: Format, chat: Chat, tree: Tree) -> str:
 def split_export(argument: str) -> tuple[Format, str]:
     """Split the argument of `/export` into a format and a file name, which may be empty.
 
-    Without a format, the ending of the file name chooses it.
+    Without a format, the ending of the file name chooses it; a word that is neither a format nor looks like a file is
+    refused. Raises RequestError.
     """
     first, _, name = argument.partition(" ")
     for form in FORMATS:
         if first == form:
             return form, name.strip()
+    name = argument.strip()
+    if name and "." not in name and "/" not in name:
+        formats = ", ".join(FORMATS)
+        raise RequestError(f"{name!a} is no format", f"give {formats}, a format and a file, or a file such as chat.md")
     by_ending = (form for form in FORMATS if argument.lower().endswith(f".{form}"))
     return next(by_ending, "md"), argument.strip()
 

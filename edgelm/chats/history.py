@@ -143,6 +143,12 @@ class Tree:
         self._children.setdefault(message.parent, []).append(message.id)
         self.leaf = message.id
 
+    def remove(self, message_id: int) -> None:
+        """Remove a message that is the last of its branch and not on screen."""
+        assert message_id != self.leaf
+        assert not self._children.get(message_id)
+        self._children[self.messages.pop(message_id).parent].remove(message_id)
+
     def path(self) -> list[Message]:
         """Return the branch on screen, first message first."""
         return self.path_to(self.leaf)

@@ -171,6 +171,11 @@ class Store:
         with self._translated():
             self._db.execute("DELETE FROM chat WHERE id = ?", (chat_id,))
 
+    def delete_message(self, message_id: int) -> None:
+        """Delete a message and all below it."""
+        with self._translated():
+            self._db.execute("DELETE FROM message WHERE id = ?", (message_id,))
+
     def put_setting(self, name: str, value: str) -> None:
         """Save a setting of the screen, such as its theme."""
         self._put("setting", "name, value", (name, value))
@@ -232,6 +237,10 @@ class Store:
         """Return the number of messages of a chat."""
         rows = self._rows("SELECT count(*) FROM message WHERE chat = ?", chat_id)
         return int(rows[0][0])
+
+    def version(self) -> int:
+        """Return a number that changes when another connection has written to the file."""
+        return int(self._rows("PRAGMA data_version")[0][0])
 
     def owner_of(self, message_id: int) -> int | None:
         """Return the chat of a message; None if there is no message with this id."""

@@ -102,6 +102,11 @@ class Session:
             self.tree.show(message_id)
             self._leaf_changed()
 
+    def drop(self, message: Message) -> None:
+        """Remove an answer that nothing came of, and that is not on screen."""
+        self.tree.remove(message.id)
+        self._store.write(lambda store: store.delete_message(message.id))
+
     def rename(self, title: str) -> None:
         self.chat.title, self.chat.renamed = title, True
         self.save()

@@ -97,11 +97,18 @@ def test_markdown_has_attachments_and_calls(chat: tuple[Chat, Tree]) -> None:
     ("argument", "form", "name"),
     [
         ("", "md", ""), ("html", "html", ""), ("json my file.txt", "json", "my file.txt"), ("a.html", "html", "a.html"),
-        ("md.json", "json", "md.json"), ("My chat.JSON", "json", "My chat.JSON"), ("htmlx", "md", "htmlx"),
+        ("md.json", "json", "md.json"), ("My chat.JSON", "json", "My chat.JSON"),
+        ("a.htmlx", "md", "a.htmlx"), ("to/notes", "md", "to/notes"),
+        ("json notes", "json", "notes"),
     ],
 )  # fmt: skip
 def test_the_format_of_an_export(argument: str, form: str, name: str) -> None:
     assert split_export(argument) == (form, name)
+
+
+def test_a_word_that_is_no_format_of_an_export_is_no_file() -> None:
+    with pytest.raises(RequestError, match="'nope' is no format; give md, json, html"):
+        split_export("nope")
 
 
 def test_handles_name_one_chat_with_few_letters() -> None:

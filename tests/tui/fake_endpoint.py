@@ -146,6 +146,9 @@ class FakeEndpoint:
             status, document = self._embed(json.loads(body)["input"])
             if self.stall_embeddings:
                 await asyncio.Event().wait()
+        elif (method, path) == ("POST", "/v1/messages/count_tokens") and self.is_edgelm:
+            content = json.loads(body)["messages"][-1]["content"]
+            status, document = 200, {"input_tokens": 10 + 256 * sum(part["type"] == "image" for part in content)}
         elif (method, path) == ("POST", "/tokenize"):
             pieces = re.findall(r"\s*\S+|\s+$", json.loads(body)["content"])
             status, document = 200, {"tokens": [{"id": i, "piece": piece} for i, piece in enumerate(pieces)]}

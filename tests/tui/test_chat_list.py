@@ -237,6 +237,29 @@ async def test_deleting_a_chat_whose_answer_is_being_written(open_chat: Open) ->
         assert chat.session.tree.path()[-1].state == "stopped"
 
 
+async def test_a_chat_comes_back_from_the_trash_once(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.ask("about cats")
+        cats = chat.session.chat.id
+        await chat.ask("/delete")
+        await chat.until(lambda: not chat.turns, "deleted")
+        await chat.ask("/undo")
+        await chat.until(lambda: chat.turns, "it is back")
+        chat.screen._face.listed["trash"] = [str(cats)]
+        await chat.ask("/trash 1")
+        await chat.hears("about cats is not in the trash any more")
+
+
+async def test_notices_leave_the_row_of_what_is_set_in_sight(open_chat: Open) -> None:
+    async with open_chat((80, 24)) as chat:
+        await chat.ready()
+        await chat.ask("/params temperature=0.1")
+        await chat.ask("/nosuchcommand")
+        await chat.hears("there is no command")
+        await chat.sees("there is no command", "temperature 0.1")
+        assert "temperature 0.1" in chat.text.split("\n")[1]
+
+
 async def test_the_trash_is_listed_and_emptied_after_30_days(open_chat: Open, tmp_path: Path) -> None:
     now = time.time()
     fill(

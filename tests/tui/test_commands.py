@@ -69,6 +69,8 @@ def test_beginnings_of_commands() -> None:
         ("temperature=0", {"temperature": 0, "top_k": 3}),
         ("top-p=0.5 seed=7", {"top_p": 0.5, "seed": 7, "top_k": 3}),
         ("top_k=", {}),
+        ("repeat_penalty=1.1 top_k=", {"repetition_penalty": 1.1}),
+        ("repeat-penalty=", {"top_k": 3}),
     ],
 )
 def test_parameters(text: str, values: dict[str, float]) -> None:

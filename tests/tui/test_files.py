@@ -140,7 +140,7 @@ async def test_what_cannot_be_attached(open_chat: Open, folder: Path) -> None:
             ("none.txt", "none.txt does not exist"),
             ("program", "program is neither text nor PDF nor a picture"),
             ("'empty.txt'", "empty.txt is empty"),
-            ("picture.png", "starter sees no pictures"),
+            ("picture.png", "starter reads no images"),
             ("/dev/zero", "zero lies in a folder of the system"),
             ("pipe", "pipe cannot be read: not a regular file"),
         ):

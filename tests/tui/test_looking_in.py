@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from textual.widgets import OptionList
 
+from edgelm.chats.store import Store
 from edgelm.tui.dialogs.compare import Column, CompareScreen
 from edgelm.tui.dialogs.explore import Cell, ExploreScreen, TokenText, lay_out
 from tests.tui.conftest import Driver, Open
@@ -253,3 +255,21 @@ def test_tokens_are_laid_out_in_lines(width: int) -> None:
 
 def test_a_line_begins_with_a_word() -> None:
     assert lay_out(["One", " two", " three"], 8) == [[Cell(0, "One"), Cell(1, " two")], [Cell(2, "three")]]
+
+
+async def test_a_comparison_that_is_cancelled_at_once_leaves_no_version(
+    open_chat: Open, endpoint: FakeEndpoint, tmp_path: Path
+) -> None:
+    async with open_chat() as chat:
+        await chat.ask("Hello")
+        endpoint.stall_after = 0
+        await chat.ask_only("/compare temperature=0.1")
+        await chat.until(lambda: isinstance(chat.app.screen, CompareScreen), "the comparison")
+        await chat.press("escape")
+        await chat.until(lambda: len(chat.session.tree.messages) == 2, "no version is left")
+        assert "2/2" not in chat.text
+        assert "1/2" not in chat.text
+        chat_id = chat.session.chat.id
+    store = Store(tmp_path / "chats.db")
+    assert len(store.messages(chat_id)) == 2
+    store.close()

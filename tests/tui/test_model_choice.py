@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from textual.widgets import Input
 
 from edgelm.tui.workspace import ChatDefaults
 from tests.tui.conftest import Open
@@ -175,3 +176,32 @@ async def test_the_latest_tag_may_be_omitted(open_chat: Open, endpoint: FakeEndp
         await chat.ready()
         await chat.ask("Hello")
     assert [request["model"] for request in endpoint.requests] == ["llama3:latest"]
+
+
+async def test_the_picker_browses_folders_for_models(open_chat: Open, tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    await asyncio.to_thread((models / "more").mkdir, parents=True)
+    for name in ("big-00001-of-00002.gguf", "big-00002-of-00002.gguf", "own.gguf", "notes.txt"):
+        await asyncio.to_thread((models / name).write_bytes, b"GGUF")
+    await asyncio.to_thread((models / "folder").mkdir)
+    await asyncio.to_thread((models / "folder" / "config.json").write_text, "{}")
+    async with open_chat(size=(200, 40), pulling=("false",)) as chat:
+        await chat.ready()
+        await chat.press("ctrl+o")
+        await chat.sees("a file or folder …")
+        chat.app.screen.query_one(Input).value = f"{tmp_path}/mod"
+        await chat.sees("models/")
+        await chat.press("tab")
+        await chat.until(lambda: chat.app.screen.query_one(Input).value == f"{models}/", "completed")
+        await chat.sees("own.gguf", "big-00001-of-00002.gguf", "more/", "folder  folder of a model")
+        assert "big-00002" not in chat.text
+        assert "notes.txt" not in chat.text
+        await chat.type("ow")
+        await chat.press("down", "enter")
+        await chat.until(lambda: chat.screen.workspace.model == str(models / "own.gguf"), "the model")
+        await chat.press("ctrl+o")
+        chat.app.screen.query_one(Input).value = f"{models}/mor"
+        await chat.sees("more/")
+        await chat.press("down", "enter")
+        await chat.until(lambda: chat.app.screen.query_one(Input).value == f"{models}/more/", "opened")
+        await chat.sees("no GGUF file and no folder here")

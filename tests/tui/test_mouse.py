@@ -120,6 +120,14 @@ async def search(chat: Driver) -> None:
     assert isinstance(chat.app.focused, Input)
 
 
+@way("Everywhere", "ctrl+l")
+async def find(chat: Driver) -> None:
+    await use_help(chat, "Find words in this chat")
+    await chat.sees("words in this chat")
+    await click(chat, "Esc close")
+    await gone(chat, "words in this chat")
+
+
 @way("Everywhere", "ctrl+b")
 async def toggle_sidebar(chat: Driver) -> None:
     for shown in (False, True):
@@ -318,11 +326,19 @@ async def go_to_messages(chat: Driver) -> None:
 
 @way("In the prompt", "@")
 async def list_files(chat: Driver) -> None:
-    await use_help(chat, "Attach a file or folder to the next message")
+    await use_help(chat, "Attach a file, folder or page")
     await click(chat, "README.md")
     await chat.sees("README.md ", "✕")
     await click(chat, "✕")
     await chat.until(lambda: chat.screen.files.attachments == (), "taken off")
+
+
+@way("In the prompt", "!")
+async def write_shell_command(chat: Driver) -> None:
+    await use_help(chat, "Run a command of your shell")
+    await chat.until(lambda: chat.prompt.is_shell, "a command for the shell")
+    await click(chat, "Esc leave")
+    assert not chat.prompt.is_shell
 
 
 @way("In the prompt", "backspace")
@@ -467,6 +483,39 @@ async def copy_code_of_message(chat: Driver) -> None:
     await copied(chat, CODE)
 
 
+@way("On a message", "/")
+async def find_from_message(chat: Driver) -> None:
+    await find(chat)
+
+
+async def with_finds(chat: Driver) -> None:
+    """Find a word of every answer, with the keys on a message."""
+    await new_chat(chat)
+    for question in ("one", "two"):
+        await chat.ask(question)
+    chat.screen.view.find("stable")
+    await chat.sees("in 2 messages")
+    await click(chat, "Enter message")
+
+
+@way("On a message", "n")
+async def next_place(chat: Driver) -> None:
+    await with_finds(chat)
+    before = chat.transcript.selected
+    await click(chat, "n next")
+    await chat.until(lambda: chat.transcript.selected not in (None, before), "the other answer")
+    await click(chat, "Esc back")
+
+
+@way("On a message", "N")
+async def previous_place(chat: Driver) -> None:
+    await with_finds(chat)
+    before = chat.transcript.selected
+    await click(chat, "N previous")
+    await chat.until(lambda: chat.transcript.selected not in (None, before), "the other answer")
+    await click(chat, "Esc back")
+
+
 @way("On a message", "z")
 async def collapse_message(chat: Driver) -> None:
     await new_chat(chat)
@@ -585,6 +634,15 @@ async def pin_chat(chat: Driver) -> None:
     await chat.until(lambda: chat.session.chat.pinned, "pinned")
     await click(chat, "p pin")
     await chat.until(lambda: not chat.session.chat.pinned, "no longer pinned")
+
+
+@way("In the list of chats", "r")
+async def rename_chat(chat: Driver) -> None:
+    await go_to_list(chat)
+    await click(chat, "r rename")
+    await opens(chat, LineScreen)
+    await click(chat, "Esc cancels")
+    await chat.until(lambda: len(chat.app.screen_stack) == 1, "closed")
 
 
 @way("In the list of chats", "t")

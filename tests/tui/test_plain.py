@@ -530,7 +530,7 @@ async def test_pictures_are_sent_to_a_model_that_sees(
     Image.new("RGB", (40, 30), "red").save(folder / "cat.png")
     endpoint.answers = ["red"]
     text = await talk("@cat.png, what is it?")
-    assert "error: starter sees no pictures: cat.png is not sent; edgelm pull gemma3:4b gets a model that does" in text
+    assert "error: starter reads no images: cat.png is not sent; edgelm pull gemma3:4b gets a model that does" in text
     assert not endpoint.requests
     endpoint.seeing = ["starter"]
     text = await talk("/paste", "@cat.png, what is it?", "Which colour?")

@@ -99,7 +99,7 @@ async def test_a_picture_that_nobody_would_see_is_refused_in_one_line(open_chat:
     async with open_chat() as chat:
         await chat.ready()
         await chat.ask_only("/attach cat.png")
-        await chat.hears("starter sees no pictures: cat.png is not sent; edgelm pull gemma3:4b gets a model that does")
+        await chat.hears("starter reads no images: cat.png is not sent; edgelm pull gemma3:4b gets a model that does")
         chat.endpoint.seeing = ["qwen3-4b-q4_k_m.gguf"]
         await chat.ask_only("/attach cat.png")
         await chat.hears("cat.png is not sent; these do: qwen3-4b-q4_k_m.gguf")
@@ -112,7 +112,7 @@ async def test_a_picture_that_nobody_would_see_is_refused_in_one_line(open_chat:
         num_requests = len(chat.endpoint.requests)
         chat.prompt.put("Go on")
         await chat.press("enter")
-        await chat.hears("qwen3-4b-q4_k_m.gguf sees no pictures: cat.png is not sent; these do: starter")
+        await chat.hears("qwen3-4b-q4_k_m.gguf reads no images: cat.png is not sent; these do: starter")
         assert len(chat.endpoint.requests) == num_requests
         assert chat.prompt.text == "Go on"
 
@@ -184,3 +184,16 @@ def test_every_shape_fits(width: int, height: int) -> None:
     assert 1 <= len(lines) <= 14
     assert {len(line.text) for line in lines} == {len(lines[0].text)}
     assert 1 <= len(lines[0].text) <= 48
+
+
+async def test_the_tokens_of_a_picture_are_counted(open_chat: Open, folder: Path) -> None:
+    async with open_chat() as chat:
+        chat.endpoint.seeing = ["starter"]
+        await chat.ready()
+        await chat.ask("/attach cat.png")
+        await chat.sees("cat.png picture, ", ", 256 tokens", "3,840 of 4,096 left")
+    async with open_chat() as chat:
+        chat.endpoint.is_edgelm = False
+        await chat.ready()
+        await chat.ask("/attach cat.png")
+        await chat.sees("cat.png picture, ", ", ~300 tokens")

@@ -360,3 +360,60 @@ async def test_answers_of_two_chats_ask_one_after_the_other(open_tools: OpenTool
         await chat.sees("in the chat “Second”")
         await allow(chat, 1)
         await chat.until(lambda: all(s.tree.path()[-1].state == "done" for s in (first, second)), "both ends")
+
+
+async def send(chat: Driver, text: str) -> None:
+    """Press Enter on a text, whatever stands in the prompt afterwards."""
+    chat.prompt.put(text)
+    await chat.press("enter")
+
+
+async def test_prompts_of_a_server_are_commands(open_tools: OpenTools) -> None:
+    async with open_tools("offers") as chat:
+        await chat.type("/")
+        await chat.until(chat.screen._offer_commands, "the prompts are known")
+        await chat.type("small:s")
+        await chat.sees("/small:summarize text [tone]", "Sum a text up")
+        await chat.press("enter")
+        await chat.sees("text, for the prompt summarize")
+        await chat.type("My cat")
+        await chat.press("enter")
+        await chat.until(lambda: chat.prompt.text == 'summarize: {"text": "My cat"}', "the prompt")
+        assert chat.endpoint.requests == []
+        await send(chat, "/small:summarize text='a b' tone=kind")
+        await chat.until(lambda: chat.prompt.text == 'summarize: {"text": "a b", "tone": "kind"}', "the prompt")
+        await send(chat, "/small:summarize loud=yes")
+        await chat.hears("the prompt has no loud; write text=VALUE tone=VALUE")
+        await send(chat, "/small:greet Ann Lee")
+        await chat.until(lambda: chat.prompt.text == 'greet: {"name": "Ann Lee"}', "the prompt")
+
+
+async def test_a_prompt_of_a_server_is_no_command(open_tools: OpenTools) -> None:
+    async with open_tools("offers") as chat:
+        await send(chat, "/small:quit")
+        await chat.until(lambda: chat.prompt.text == "//quit", "the prompt")
+        await chat.press("enter")
+        await chat.until(lambda: ("user", "/quit") in chat.turns, "it is a message")
+
+
+async def test_resources_of_a_server_are_attached(open_tools: OpenTools) -> None:
+    async with open_tools("offers") as chat:
+        await send(chat, "/small:the_notes")
+        await chat.until(lambda: chat.screen.files.attachments, "attached")
+        await chat.sees("small:the_notes")
+        await chat.ask("What is in it?")
+        assert messages(chat.endpoint)[-1]["content"] == (
+            "small:the_notes:\n```\nBuy milk.\ufffd\n```\n\nWhat is in it?"
+        )
+
+
+async def test_names_of_servers_in_messages(open_tools: OpenTools) -> None:
+    async with open_tools("offers", use=False) as chat:
+        await send(chat, "/small:greet")
+        await chat.hears("this chat does not use small; /tools small uses it")
+        await chat.ask("/other:greet is text")
+        assert chat.turns[0] == ("user", "/other:greet is text")
+        await send(chat, "/tools small")
+        await chat.hears("small: 5 prompts and resources")
+        await send(chat, "/small:nothing")
+        await chat.hears("small has no prompt and no resource nothing")

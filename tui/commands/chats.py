@@ -35,6 +35,16 @@ async def new(face: Face, _argument: str) -> None:
     face.mention("new chat")
 
 
+async def reload(face: Face, _argument: str) -> None:
+    """Show the open chat as another window has left it."""
+    face.workspace.require_no_answer()
+    chat = _open_chat(face)
+    if not await face.workspace.open_chat(chat.id):
+        raise RequestError("this chat is gone")
+    face.show("opened chat")
+    face.mention(f"read again, messages: {len(face.workspace.session.tree.path())}")
+
+
 async def search(face: ScreenFace, argument: str) -> None:
     """Put the cursor into the search, with these words if there are any."""
     face.view.search(argument)
@@ -110,6 +120,7 @@ async def act(face: ScreenFace, action: str, chat_id: int) -> None:
 async def _menu(face: ScreenFace, chat: Chat) -> None:
     """Ask what to do with a chat."""
     choices = [
+        Choice("title", "Rename"),
         Choice("pin", "Unpin" if chat.pinned else "Pin", "at the top of the list"),
         Choice("tag", "Tag", with_marks(chat.tags)),
         Choice("archive", "Take out of the archive" if chat.archived else "Put into the archive"),
@@ -121,6 +132,13 @@ async def _menu(face: ScreenFace, chat: Chat) -> None:
         face.view.search(chosen)
     elif chosen is not None:
         await _BY_KEY[chosen](face, chat)
+
+
+async def _rename(face: Face, chat: Chat) -> None:
+    text = await face.line("Title of the chat", chat.title, "title: ")
+    if text:
+        face.workspace.change_chat(chat.id, title=" ".join(text.split()), renamed=True)
+        face.show("branch" if chat.id == face.workspace.session.chat.id else "chats")
 
 
 async def _pin(face: Face, chat: Chat) -> None:
@@ -164,6 +182,7 @@ async def _delete(face: Face, chat: Chat) -> None:
 
 
 _BY_KEY: dict[str, Callable[[Face, Chat], Awaitable[None]]] = {
+    "title": _rename,
     "pin": _pin,
     "tag": _tag,
     "archive": _archive,

@@ -17,6 +17,7 @@ from edgelm.tui.dialogs.basic import Choice, PickScreen
 from edgelm.tui.dialogs.compare import CompareScreen, Side
 from edgelm.tui.dialogs.explore import ExploreScreen
 from edgelm.tui.dialogs.params import parse_params
+from edgelm.tui.lines import clean, short_name
 from edgelm.tui.model_names import find_model
 from edgelm.tui.screen_face import ScreenFace
 
@@ -80,6 +81,8 @@ async def compare(face: ScreenFace, argument: str) -> None:
     if kept is None:  # cancelled: the chat stays on the old answer
         await workspace.answers.end(session.chat.id)
         session.show(message.id)
+        if not answer.message.text.strip() and not answer.message.calls:
+            session.drop(answer.message)
     elif session is workspace.session and workspace.answer is None:
         session.show(kept)
     if session is workspace.session:
@@ -87,7 +90,9 @@ async def compare(face: ScreenFace, argument: str) -> None:
 
 
 async def _choose(face: ScreenFace, names: list[str], current: str) -> str | None:
-    choices = [Choice(name, name, "the model of this answer" if name == current else "") for name in names]
+    choices = [
+        Choice(name, clean(short_name(name)), "the model of this answer" if name == current else "") for name in names
+    ]
     return await face.app.push_screen_wait(PickScreen("Compare with", choices))
 
 

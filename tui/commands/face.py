@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from edgelm.base.errors import EdgeLMError, RequestError
+from edgelm.chats.attachments import Attachment
 from edgelm.chats.history import Message
 from edgelm.client.reader import Reader
 from edgelm.tui.commands.keymap import KeyMap
@@ -83,6 +84,12 @@ class Face(Protocol):
 
     async def attach(self, path: str) -> None:
         """Attach a file or folder to the next message; without a path, show what can be or is attached."""
+
+    async def add(self, attachment: Attachment) -> None:
+        """Attach a text to the next message."""
+
+    async def propose(self, text: str) -> None:
+        """Let the user send a text of somebody else, or not: it never runs a command."""
 
     async def attach_clipboard(self) -> None:
         """Attach the picture on the clipboard to the next message."""

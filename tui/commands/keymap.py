@@ -38,7 +38,8 @@ ACTION_NAMES = {
     "select(1)": "below",
     "scroll_home": "first",
     "scroll_end": "last",
-    "delete_chat": "delete",
+    "find(1)": "find-next",
+    "find(-1)": "find-previous",
     "move(-1)": "back",
     "move(1)": "on",
     "move(-20)": "page-back",
@@ -79,6 +80,11 @@ class KeyMap:
         if keys is None:
             return default
         return Key(_written(keys[0]), "", "").shown if keys else ""
+
+    def key_of(self, command: str) -> str:
+        """Return the key of a command as a person reads it; empty: it has none."""
+        action = f"run({command!r})"
+        return self.label(action, next((key.shown for key in GLOBAL_KEYS if key.action == action), ""))
 
     def relabel(self, hint: Hint) -> Hint:
         """Return a hint with the key in force."""

@@ -11,6 +11,7 @@ from contextlib import suppress
 from edgelm.base.errors import EdgeLMError, RequestError
 from edgelm.chats.attached_files import full_path
 from edgelm.chats.history import Message
+from edgelm.chats.web_page import fetched, host_of, is_url, urls_in
 from edgelm.tui.commands.face import Face
 from edgelm.tui.dialogs.basic import Choice, PickScreen
 from edgelm.tui.prompt.paths import file_to_write, unquoted
@@ -20,8 +21,50 @@ from edgelm.tui.transcript.markdown import code_blocks
 
 
 async def attach(face: Face, argument: str) -> None:
-    """Attach a file or folder to the next message."""
-    await face.attach(full_path(unquoted(argument)) if argument else "")
+    """Attach a file, a folder or a page of the web to the next message."""
+    if is_url(argument):
+        question = f"{host_of(argument)} is asked for this page, from this machine."
+        if await face.confirm(f"fetch this page from {host_of(argument)}?", question, "Fetch it"):
+            await _fetch(face, argument)
+    else:
+        await face.attach(full_path(unquoted(argument)) if argument else "")
+
+
+async def offer_pages(face: Face, text: str) -> bool:
+    """Offer to attach the pages that a message names; return whether it is to be sent. Raises EdgeLMError."""
+    workspace = face.workspace
+    urls = [url for url in urls_in(text) if url not in workspace.asked_pages] if workspace.offers_pages else []
+    if not urls:
+        return True
+    hosts = ", ".join(dict.fromkeys(map(host_of, urls)))
+    pages = "its page" if len(urls) == 1 else f"{len(urls)} pages"
+
+    async def told() -> str | None:
+        return "fetch" if await face.confirm(f"fetch {pages} from {hosts} and attach the text?") else "send"
+
+    choices = [
+        Choice("send", "Send the message as it is"),
+        Choice("fetch", f"Fetch {pages} from {hosts}", "attached as text"),
+        Choice("never", "Send, and do not ask again until edgelm is closed"),
+    ]
+    chosen = await face.ask(lambda: PickScreen("The model cannot open addresses", choices), told)
+    if chosen is not None:
+        workspace.asked_pages.update(urls)
+    workspace.offers_pages = chosen != "never"
+    for url in urls if chosen == "fetch" else ():
+        await _fetch(face, url)
+    return chosen is not None
+
+
+async def _fetch(face: Face, url: str) -> None:
+    await face.add(await face.wait(f"fetching {host_of(url)}", fetched(url)))
+
+
+async def shell(face: ScreenFace, _argument: str) -> None:
+    """Let the user write a command for the shell; an argument is none, as it may come from a paste."""
+    if face.view.prompt_text:
+        raise RequestError("there is a message in the prompt", "send it first")
+    face.view.begin_shell()
 
 
 async def paste(face: Face, _argument: str) -> None:
@@ -46,6 +89,11 @@ async def edit(face: Face, argument: str) -> None:
     if message is None:
         raise RequestError("there is nothing to edit yet", "write a message")
     await face.edit(face.workspace.session.tree.messages[_question_of(message)])
+
+
+async def find(face: ScreenFace, argument: str) -> None:
+    """Find words in the open chat."""
+    face.view.find(argument)
 
 
 async def copy(face: ScreenFace, argument: str) -> None:

@@ -82,7 +82,7 @@ async def _pick_model(face: Face, models: list[ModelEntry]) -> None:
             face.tell(f"{number}. {', '.join(filter(None, details))}")
         for number, path in enumerate(recent, len(models) + 1):
             current = ", this chat's" if path == workspace.model else ""
-            face.tell(f"{number}. {path}, recent{current}")
+            face.tell(f"{number}. {short_name(path)}, {path}, recent{current}")
         pull = "" if reason else ", /pull NAME gets another"
         face.tell(f"/model NUMBER chooses one{pull}" if models else f"the endpoint offers no model{pull}")
         return None
@@ -136,8 +136,7 @@ async def tell_end(face: Face, pull: Pull) -> None:
         face.workspace.set_model(model)
         face.show("around")
         place = f" in place of {name}" if pull.stand_in else ""
-        shown = face.either(model, short_name(model))
-        face.tell(f"{shown} is here{place}, and answers this chat from now on")
+        face.tell(f"{short_name(model)} is here{place}, and answers this chat from now on")
     else:
         key = face.keymap.label("run('model')", "Ctrl+O") or "/model"
-        face.tell(f"{model} is here: {key} chooses it")
+        face.tell(f"{short_name(model)} is here: {key} chooses it")

@@ -6,7 +6,7 @@ Owns names, arguments, keys and their one-line descriptions. A command's functio
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, Literal
@@ -14,12 +14,14 @@ from typing import Any, ClassVar, Literal
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
+from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import VerticalScroll
+from textual.containers import Vertical, VerticalScroll
 from textual.screen import ModalScreen
-from textual.widgets import Static
+from textual.widgets import Input, Static
 
+from edgelm.tui.dialogs.basic import FOCUS_CSS
 from edgelm.tui.hints import Hint, footer
 
 
@@ -66,6 +68,8 @@ ALL_COMMANDS = (
     Command("new", "commands.chats.new", "Start a new chat"),
     Command("search", "commands.chats.search", "Search all chats", "[WORDS]", face="screen"),
     Command("search", "plain.commands.search", "Search all chats; #TAG filters", "WORDS", face="lines"),
+    Command("find", "commands.messages.find", "Find words in this chat", "[WORDS]", face="screen"),
+    Command("find", "plain.commands.find", "Find words in this chat", "WORDS", face="lines"),
     Command("chats", "plain.commands.chats", "List the newest chats", face="lines"),
     Command("open", "plain.commands.open_chat", "Open a chat of the last list", "NUMBER", face="lines"),
     Command("read", "plain.commands.read", "Read the last messages again", "[NUMBER]", face="lines"),
@@ -78,9 +82,11 @@ ALL_COMMANDS = (
     Command(
         "know", "commands.knowledge.know", "List, add or remove what is read for each question", "[PATH|off [PATH]]"
     ),
-    Command("attach", "commands.messages.attach", "Attach a file or folder to the next message", "[PATH]"),
+    Command("attach", "commands.messages.attach", "Attach a file, folder or page to the next message", "[PATH|URL]"),
+    Command("shell", "commands.messages.shell", "Run a command of your shell, and attach its output", face="screen"),
     Command("paste", "commands.messages.paste", "Attach the picture on the clipboard"),
     Command("tools", "commands.tools.tools", "List the servers of tools, use one here, or none", "[NAME …|off]"),
+    Command("reload", "commands.chats.reload", "Show what another window has changed in this chat"),
     Command("title", "commands.chats.title", "Rename the chat", "[TITLE]"),
     Command(
         "pull", "commands.models.pull", "Pull a model from the hub; stop keeps partial files", "[NAME|stop]",
@@ -142,6 +148,7 @@ PLAIN_NOTES = (
 )
 
 _CALL = re.compile(r"/([a-z]+)(?:\s+(.*))?\s*", re.DOTALL)
+_OFFER = re.compile(r"/(([^\s/:]+):\S+)(?:\s+(.*))?\s*", re.DOTALL)
 
 
 def find_command(name: str) -> Command | None:
@@ -158,6 +165,12 @@ def parse_call(text: str) -> tuple[str, str] | None:
     """
     match = _CALL.fullmatch(text)
     return (match[1], (match[2] or "").strip()) if match else None
+
+
+def parse_offer(text: str, servers: Collection[str]) -> tuple[str, str] | None:
+    """Return name and argument of a text that asks for a prompt or resource of a server: `/SERVER:NAME …`."""
+    match = _OFFER.fullmatch(text)
+    return (match[1], (match[3] or "").strip()) if match and match[2] in servers else None
 
 
 def complete(text: str) -> list[Command]:
@@ -216,6 +229,7 @@ GLOBAL_KEYS = (
     Key("ctrl+p", "app.command_palette", "Find a command by name"),
     Key("ctrl+n", "run('new')", "Start a new chat", priority=True),
     Key("ctrl+f", "run('search')", "Search all chats", priority=True),
+    Key("ctrl+l", "run('find')", "Find words in this chat", priority=True),
     Key("ctrl+b", "toggle_sidebar", "Show or hide the list of chats", priority=True),
     Key("escape", "stop", "Stop the answer; close what is open"),
     Key("ctrl+r", "run('regenerate')", "Answer again; the old answer is kept", priority=True),
@@ -242,6 +256,7 @@ PROMPT_KEYS = (
     Key("up", "", "In the first line: your earlier messages"),
     Key("/", "", "Commands; Tab completes them and paths"),
     Key("@", "", "Files and folders to attach; Tab opens a folder"),
+    Key("!", "", "In an empty prompt: a command for your shell; its output is attached"),
     Key("backspace", "", "In an empty prompt: take off the last file"),
     Key("pageup,pagedown", "", "Scroll the conversation"),
     Key("shift+tab", "", "Go to the messages: copy, edit, versions"),
@@ -250,6 +265,9 @@ PROMPT_KEYS = (
 TRANSCRIPT_KEYS = (
     Key("up,k", "select(-1)", "The message above"),
     Key("down,j", "select(1)", "The message below, then the prompt"),
+    Key("/", "screen.run('find')", "Find words"),
+    Key("n", "find(1)", "The next place"),
+    Key("N", "find(-1)", "The place before"),
     Key("left", "act('previous')", "The previous version"),
     Key("right", "act('next')", "The next version"),
     Key("e", "act('edit')", "Edit it: a new branch"),
@@ -283,12 +301,13 @@ FILE_KEYS = (
 )
 
 SIDEBAR_KEYS = (
-    Key("enter", "", "Open the chat"),
-    Key("p", "act('pin')", "Pin the chat at the top, or unpin it"),
-    Key("t", "act('tag')", "Tag the chat; #TAG in the search filters"),
-    Key("a", "act('archive')", "Put it into the archive, or take it out"),
-    Key("delete", "act('delete')", "Delete the chat"),
-    Key("ctrl+z", "screen.run('undo')", "Bring back the chat that was deleted last"),
+    Key("enter", "", "Open it"),
+    Key("r", "act('title')", "Rename it"),
+    Key("p", "act('pin')", "Pin it, or unpin it"),
+    Key("t", "act('tag')", "Tag it; #TAG in the search filters"),
+    Key("a", "act('archive')", "Archive it, or take it out"),
+    Key("delete", "act('delete')", "Delete it"),
+    Key("ctrl+z", "screen.run('undo')", "Bring back the deleted chat"),
     Key("escape", "", "Back to the prompt"),
 )
 
@@ -324,19 +343,23 @@ class HelpScreen(ModalScreen[None]):
     """The page that F1 opens: every key and command."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,enter", "dismiss(None)", "Close", show=False),
+        Binding("escape", "dismiss(None)", "Close", show=False),
         Binding("f1", "dismiss(None)", "Close", show=False, id="run('help')"),  # the user's own key closes it too
     ]
     DEFAULT_CSS = """
     HelpScreen { align: center middle; }
-    HelpScreen > VerticalScroll {
+    HelpScreen > Vertical {
         width: 84; max-width: 100%; height: auto; max-height: 100%;
         border: round $primary; border-title-color: $foreground; border-subtitle-color: $text-muted;
-        background: $surface; padding: 0 1; scrollbar-size-vertical: 1;
+        background: $surface; padding: 0 1;
+    }
+    HelpScreen VerticalScroll {
+        height: auto; max-height: 1fr; scrollbar-size-vertical: 1;
         scrollbar-background: $surface; scrollbar-background-hover: $surface; scrollbar-background-active: $surface;
     }
+    HelpScreen Input { margin-bottom: 1; }
     HelpScreen Static { height: auto; link-style: none; link-color: $foreground; link-style-hover: underline; }
-    """
+    """ + FOCUS_CSS.format(name="HelpScreen")
 
     def __init__(self, groups: Sequence[Group] | None = None) -> None:
         """Show the keys in force, `groups`; by default those of the tables."""
@@ -344,10 +367,31 @@ class HelpScreen(ModalScreen[None]):
         self._groups = KEY_GROUPS if groups is None else groups
 
     def compose(self) -> ComposeResult:
-        with VerticalScroll() as box:
+        with Vertical() as box:
             box.border_title = "Keys and commands"
             box.border_subtitle = footer([Hint("Esc", "closes", "screen.dismiss(None)")], "; a click runs a command")
-            yield Static(_help_page(self._groups))
+            yield Input(placeholder="type to filter")
+            with VerticalScroll(can_focus=False):
+                yield Static(_help_page(self._groups))
+
+    @on(Input.Changed)
+    def _filter(self, event: Input.Changed) -> None:
+        self.query_one(Static).update(_help_page(self._groups, event.value.lower().split()))
+        self.query_one(VerticalScroll).scroll_home(animate=False)
+
+    @on(Input.Submitted)
+    def _submitted(self) -> None:
+        self.dismiss(None)
+
+    def on_key(self, event: events.Key) -> None:
+        page = self.query_one(VerticalScroll)
+        scrolls = {
+            "up": page.scroll_up, "down": page.scroll_down,
+            "pageup": page.scroll_page_up, "pagedown": page.scroll_page_down,
+        }  # fmt: skip
+        if (scroll := scrolls.get(event.key)) is not None:
+            event.stop()
+            scroll(animate=False)
 
     def action_use(self, action: str) -> None:
         """Run the command of the clicked line in the chat."""
@@ -356,22 +400,27 @@ class HelpScreen(ModalScreen[None]):
         self.app.call_later(self.app.run_action, action, chat)
 
 
-def _help_page(groups: Sequence[Group]) -> Table:
+def _help_page(groups: Sequence[Group], words: Sequence[str] = ()) -> Table:
+    """Return the lines that have all of these words, in lower case, below the titles of their groups."""
     table = Table.grid(padding=(0, 1))
     table.add_column(width=24)
     table.add_column()
-    for title, keys in groups:
-        table.add_row(Text.assemble((title, "bold underline")), "")
-        for key in keys:
-            action = key.action if title == EVERYWHERE else ""
-            table.add_row(Text(key.shown, _clickable("bold", action)), Text(key.help, _clickable("", action)))
-        table.add_row("", "")
-    table.add_row(Text.assemble(("Commands", "bold underline")), "")
-    for command in COMMANDS:
-        action = f"run({command.name!r})"
-        table.add_row(Text(command.usage, _clickable("bold", action)), Text(command.help, _clickable("", action)))
-    table.add_row("", "")
-    for note in HELP_NOTES:
+    # Left, right, and the action of a click.
+    parts = [
+        (title, [(key.shown, key.help, key.action if title == EVERYWHERE else "") for key in keys])
+        for title, keys in groups
+    ]
+    parts.append(("Commands", [(command.usage, command.help, f"run({command.name!r})") for command in COMMANDS]))
+    for title, lines in parts:
+        shown = [line for line in lines if all(word in f"{line[0]} {line[1]}".lower() for word in words)]
+        if shown:
+            table.add_row(Text.assemble((title, "bold underline")), "")
+            for left, right, action in shown:
+                table.add_row(Text(left, _clickable("bold", action)), Text(right, _clickable("", action)))
+            table.add_row("", "")
+    if not table.row_count:
+        table.add_row("", "no key or command has these words; /help WORDS asks the guide")
+    for note in () if words else HELP_NOTES:
         table.add_row("", note)
     return table
 

@@ -6,14 +6,19 @@ Owns what is asked and told. How calls run is in tool_runner.py.
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections.abc import Sequence
 from functools import partial
 
 from edgelm.base.errors import EdgeLMError, RequestError
+from edgelm.chats.attachments import Attachment
+from edgelm.chats.tools.listing import Offer
+from edgelm.chats.tools.toolbox import Toolbox
 from edgelm.client.session import Session
 from edgelm.client.tool_runner import ToolRunner
 from edgelm.library.names import STARTER
 from edgelm.tui.commands.face import Face
+from edgelm.tui.commands.table import Command
 from edgelm.tui.dialogs.tools import ServerEntry, ToolsScreen
 from edgelm.tui.transcript.passages import one_line
 from edgelm.tui.transcript.tool_rows import visible
@@ -73,14 +78,78 @@ async def _use(face: Face, session: Session, names: Sequence[str]) -> None:
     for name in names:
         runner.try_again(name)
         try:
-            listing = await face.wait(f"starting {name}", runner.toolbox.connection(name).list_tools())
+            connection = runner.toolbox.connection(name)
+            listing = await face.wait(f"starting {name}", connection.list_tools())
+            offers = await face.wait(f"starting {name}", connection.list_offers())
         except EdgeLMError as error:
             face.complain(error)
         else:
+            if offers:
+                face.tell(f"{name}: {len(offers)} prompts and resources; /{name}:{offers[0].name} is one")
             listed = ", ".join(visible(tool.name) for tool in listing.tools) or "no tools"
             face.tell(f"{name}: {face.either(f'{len(listing.tools)} tools; each call is asked for', listed)}")
     if face.workspace.model == STARTER:
         face.tell(NO_STARTER)
+
+
+async def take_offer(face: Face, name: str, argument: str) -> None:
+    """Put a prompt of a server into the message, or attach a resource of it; `name` is SERVER:NAME."""
+    runner = face.workspace.answers.tools
+    server, _, key = name.partition(":")
+    if server not in face.workspace.session.chat.tools:
+        raise RequestError(f"this chat does not use {server}", f"/tools {server} uses it")
+    connection = runner.toolbox.connection(server)
+    offers = connection.offers
+    if offers is None:
+        offers = await face.wait(f"starting {server}", connection.list_offers())
+    offer = next((offer for offer in offers if offer.name == key), None)
+    if offer is None:
+        names = ", ".join(f"/{server}:{offer.name}" for offer in offers)
+        raise RequestError(f"{server} has no prompt and no resource {key}", f"it has {names}" if names else "")
+    if offer.kind == "resource":
+        text = await face.wait(f"reading {name}", connection.take(offer, {}))
+        await face.add(Attachment(kind="text", name=name, text=text, size=len(text.encode())))
+        return
+    arguments = parse_arguments(offer, argument)
+    for missing in offer.required:
+        if missing not in arguments:
+            value = await face.line(f"{missing}, for the prompt {offer.name}", "", f"{visible(missing)}: ")
+            if value is None:
+                return
+            arguments[missing] = value
+    await face.propose(await face.wait(f"asking {server}", connection.take(offer, arguments)))
+
+
+def parse_arguments(offer: Offer, text: str) -> dict[str, str]:
+    """Return the arguments of a prompt: NAME=VALUE, in quotes where a value has spaces; of a single one, all the text.
+
+    Raises RequestError.
+    """
+    if not text:
+        return {}
+    if len(offer.arguments) == 1 and not text.startswith(f"{offer.arguments[0]}="):
+        return {offer.arguments[0]: text}
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        raise RequestError("a quote is not closed", "write NAME=VALUE or NAME='a value'") from None
+    values = dict(word.partition("=")[::2] for word in words)
+    if unknown := [name for name in values if name not in offer.arguments]:
+        known = " ".join(f"{name}=VALUE" for name in offer.arguments)
+        raise RequestError(f"the prompt has no {unknown[0]}", f"write {known}" if known else "it takes nothing")
+    return values
+
+
+def offer_commands(toolbox: Toolbox, servers: Sequence[str]) -> list[Command]:
+    """Return the prompts and resources of servers as rows of the list of commands, as far as they are known."""
+    commands = []
+    for server in servers:
+        connection = toolbox.connections.get(server)
+        for offer in (connection.offers or ()) if connection is not None else ():
+            usage = " ".join(name if name in offer.required else f"[{name}]" for name in offer.arguments)
+            help_text = visible(one_line(offer.description)) or f"a {offer.kind} of {server}"
+            commands.append(Command(f"{server}:{offer.name}", "", help_text, usage))
+    return commands
 
 
 async def _entries(runner: ToolRunner, session: Session) -> list[ServerEntry]:

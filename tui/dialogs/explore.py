@@ -31,7 +31,7 @@ from edgelm.base.errors import EdgeLMError
 from edgelm.client.probing import Alternative
 from edgelm.tui.dialogs.basic import FOCUS_CSS
 from edgelm.tui.hints import Hint, footer
-from edgelm.tui.lines import clean
+from edgelm.tui.lines import clean, short_name
 
 REST_S = 0.12  # on a token, until its alternatives are asked for
 BAR = 12  # cells of a probability of 1
@@ -197,7 +197,7 @@ class ExploreScreen(ModalScreen[str | None]):
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
-            box.border_title = Text(f"Explore an answer of {clean(self._model)}")
+            box.border_title = Text(f"Explore an answer of {clean(short_name(self._model))}")
             box.border_subtitle = footer(FOOTER)
             yield self._text
             yield Static(id="place", markup=False)

@@ -72,6 +72,8 @@ PARAMS = (
 )
 NARROW = 76  # columns of the terminal; below, only the help of the field with the focus is shown
 _BY_NAME = {param.name: param for param in PARAMS}
+# The names that other programs have for them, such as repeat_penalty.
+_OTHER_NAMES = {other: name for name, param in SAMPLING.items() for other in param.other_names}
 
 
 def parse_params(text: str, current: Mapping[str, Value]) -> dict[str, Value]:
@@ -81,6 +83,7 @@ def parse_params(text: str, current: Mapping[str, Value]) -> dict[str, Value]:
     for part, following in zip(words, [*words[1:], "VALUE"], strict=True):
         name, equals, value = part.partition("=")
         name = name.replace("-", "_")
+        name = _OTHER_NAMES.get(name, name)
         if name in _BY_NAME and not equals:
             raise RequestError(f"{part} has no value", f"write {name}={following}")
         if name not in _BY_NAME:

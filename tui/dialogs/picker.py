@@ -5,13 +5,14 @@ Owns the list and its filter; `pick_model` runs the picker as an app of its own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from rich.text import Text
-from textual import events, on
+from textual import events, on, work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
@@ -22,18 +23,20 @@ from textual.widgets.option_list import Option
 
 from edgelm.base.errors import ModelError
 from edgelm.base.machine.memory import USABLE
+from edgelm.base.workers.parent import in_daemon_thread
 from edgelm.library.catalog import Entry, entries, hub_reference, needed_bytes
 from edgelm.library.progress import size_text
 from edgelm.tui.dialogs.basic import DIALOG_CSS
 from edgelm.tui.hints import CANCEL, Hint, footer
-from edgelm.tui.lines import clean
-from edgelm.tui.model_names import is_path
+from edgelm.tui.lines import clean, short_name
+from edgelm.tui.model_names import FolderEntry, is_path, model_entries
 from edgelm.tui.palette import list_text, readable_variables
 from edgelm.tui.pulls import Pull
 
 PULL_FRAME_S = 0.5  # between two drawings of the pulls
 INTERRUPTED = 130  # exit code at Ctrl-C
-PULL, STOP = "pull ", "stop "  # prefixes of option ids
+PULL, STOP, OPEN = "pull ", "stop ", "open "  # prefixes of option ids
+HOME = "~/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,8 @@ class PickerScreen(ModalScreen[Picked | None]):
         self._free_bytes = free_bytes
         self._pulls = pulls
         self._choose_installed = choose_installed
+        self._folder = ""  # whose models and folders are listed
+        self._entries: list[FolderEntry] = []
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
@@ -115,9 +120,14 @@ class PickerScreen(ModalScreen[Picked | None]):
         lines = [_head("Installed"), *map(self._installed_line, installed)] if installed else []
         recent = [path for path in self._recent if _matches(words, path)]
         if self._choose_installed and is_path(typed.strip()):
-            lines = [_head("A file or folder"), Option(Text(f"use {clean(typed.strip())}"), id=typed.strip())]
-        elif recent:
-            lines += [_head("Recent"), *(self._installed_line(Installed(path)) for path in recent)]
+            if not self._note:  # else it is a path of another machine
+                self._list_folder(typed)
+            lines = self._path_lines(typed.strip())
+        else:
+            if recent:
+                lines += [_head("Recent"), *(self._installed_line(Installed(path)) for path in recent)]
+            if self._choose_installed and not self._note and not words:
+                lines += [_head("Yours"), Option("a file or folder …", id=f"{OPEN}{HOME}")]
         pulls = {pull.model: pull for pull in self._pulls()}
         if pulls:
             lines += [_head("Being pulled: Enter stops; partial files are kept"), *map(self._pull_line, pulls.values())]
@@ -136,6 +146,41 @@ class PickerScreen(ModalScreen[Picked | None]):
                 lines += map(self._catalogue_line, offered)
         self._show(lines or [Option("no model has this name", disabled=True)], typed)
 
+    def _path_lines(self, typed: str) -> list[Option]:
+        """Return the typed path, and the models and folders that it may become."""
+        lines = []
+        if not typed.endswith("/"):
+            lines = [_head("A file or folder"), Option(Text(f"use {clean(typed)}"), id=typed)]
+        folder, name = os.path.split(typed)
+        if self._note:
+            return lines
+        if folder != self._folder:
+            return [*lines, Option(Text("reading the folder …"), disabled=True)]
+        fits = [entry for entry in self._entries if entry.name.lower().startswith(name.lower())]
+        if fits:
+            lines.append(_head(f"In {clean(folder)}; Enter opens a folder, and uses a model"))
+        for entry in fits:
+            path = f"{folder.rstrip('/')}/{entry.name}"
+            if entry.is_model and path == typed:
+                continue
+            text = Text(no_wrap=True, overflow="ellipsis")
+            text.append(clean(entry.name) + ("" if entry.is_model else "/"))
+            text.append(f"  {entry.detail}", "dim")
+            lines.append(Option(self._styled(text), id=path if entry.is_model else f"{OPEN}{path}/"))
+        return lines or [Option("no GGUF file and no folder here", disabled=True)]
+
+    @work(group="folder", exclusive=True)
+    async def _list_folder(self, typed: str) -> None:
+        """Read the folder of a typed path; a slow disk holds nothing else up."""
+        folder = os.path.split(typed.strip())[0]
+        if folder == self._folder:
+            return
+        entries = await in_daemon_thread(lambda: model_entries(folder))
+        field = self.query_one(Input)
+        if os.path.split(field.value.strip())[0] == folder:
+            self._folder, self._entries = folder, entries
+            self._fill(field.value)
+
     def _show(self, lines: Sequence[Option], typed: str) -> None:
         options = self.query_one(OptionList)
         options.clear_options()
@@ -147,8 +192,10 @@ class PickerScreen(ModalScreen[Picked | None]):
 
     def _installed_line(self, model: Installed) -> Option:
         text = Text(no_wrap=True, overflow="ellipsis")
-        text.append(clean(model.name), "bold" if model.name == self._current else "")
-        text.append(f"  {clean(model.detail)}", "dim")
+        name = short_name(model.name)
+        text.append(clean(name), "bold" if model.name == self._current else "")
+        place = model.name if name != model.name else ""
+        text.append(f"  {clean(' · '.join(filter(None, (model.detail, place))))}", "dim")
         return Option(self._styled(text), id=model.name, disabled=not self._choose_installed)
 
     def _catalogue_line(self, entry: Entry) -> Option:
@@ -190,7 +237,11 @@ class PickerScreen(ModalScreen[Picked | None]):
 
     def on_key(self, event: events.Key) -> None:
         options = self.query_one(OptionList)
-        if event.key in ("up", "down", "pageup", "pagedown") and not options.has_focus:
+        if event.key == "tab" and is_path(self.query_one(Input).value.strip()):
+            event.stop()
+            event.prevent_default()
+            self._complete(options)
+        elif event.key in ("up", "down", "pageup", "pagedown") and not options.has_focus:
             event.stop()
             match event.key:
                 case "up":
@@ -217,10 +268,26 @@ class PickerScreen(ModalScreen[Picked | None]):
             return
         if option_id.startswith(PULL):
             self.dismiss(Picked(option_id.removeprefix(PULL), "pull"))
+        elif option_id.startswith(OPEN):
+            self._type(option_id.removeprefix(OPEN))
         elif option_id.startswith(STOP):
             self.dismiss(Picked(option_id.removeprefix(STOP), "stop"))
         else:
             self.dismiss(Picked(option_id, "use"))
+
+    def _complete(self, options: OptionList) -> None:
+        """Type the path of the chosen line; of the typed path itself, the first one below it."""
+        typed = self.query_one(Input).value.strip()
+        ids = [option.id for option in options.options[options.highlighted or 0 :] if option.id]
+        paths = [path for option_id in ids if (path := option_id.removeprefix(OPEN)) != typed]
+        if paths:
+            self._type(paths[0])
+
+    def _type(self, path: str) -> None:
+        field = self.query_one(Input)
+        field.value = path
+        field.cursor_position = len(path)
+        field.focus()
 
 
 def _matches(words: Iterable[str], text: str) -> bool:

@@ -16,7 +16,7 @@ from rich.text import Text
 from edgelm.client.watching import Chunk, KVSeen, Region, StepSeen, Token
 from edgelm.library.progress import size_text
 from edgelm.tui.inspector.steps import Shown, Steps
-from edgelm.tui.lines import clean
+from edgelm.tui.lines import clean, short_name
 
 MAX_ROWS = 48  # of a chunk that are drawn one by one
 MAX_DETAILS = 8  # tokens of a step
@@ -86,7 +86,7 @@ def _title(steps: Steps, styles: Styles) -> Text:
     if engine is None:
         return Text("no engine", styles.strong)
     line = Text()
-    line.append(clean(engine.model), styles.strong)
+    line.append(clean(short_name(engine.model)), styles.strong)
     if steps.is_paused and steps.shown is not None:
         line.append(f"  stopped at step {steps.shown.step.number:,}", styles.prompt)
     line.append(f"  {engine.engine}/{engine.device}, context {engine.context:,}, {engine.slots} slots", styles.muted)

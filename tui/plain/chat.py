@@ -25,7 +25,8 @@ from edgelm.client.work import TaskWork, Work
 from edgelm.library.catalog import FIRST_CHAT
 from edgelm.library.names import STARTER
 from edgelm.tui.answers import Answer, Answers
-from edgelm.tui.commands.table import ALL_COMMANDS, PLAIN_COMMANDS, parse_call
+from edgelm.tui.commands.table import ALL_COMMANDS, PLAIN_COMMANDS, parse_call, parse_offer
+from edgelm.tui.commands.tools import take_offer
 from edgelm.tui.lines import short_name
 from edgelm.tui.plain.answer import SpokenAnswer
 from edgelm.tui.plain.face import PlainFace
@@ -202,6 +203,8 @@ class PlainChat:
         """Run a command, or send a message. Raises EdgeLMError."""
         if (call := parse_call(text.strip())) is not None:
             self._wait(self._run_command(*call))
+        elif (offer := parse_offer(text.strip(), self._toolbox.servers)) is not None:
+            self._wait(take_offer(self._face, *offer))
         elif text.strip():
             self._wait(self._face.send(text.removeprefix("/") if text.startswith("//") else text))
         self._write_answer()

@@ -22,8 +22,10 @@ from edgelm.tui.plain.answer import figures, note_of
 from edgelm.tui.plain.face import PlainFace
 from edgelm.tui.prompt.editor import edit_text, editor_command
 from edgelm.tui.tags import with_marks
+from edgelm.tui.transcript.finding import Finding
 
 MAX_LISTED = 20  # chats
+SNIPPET = 60  # characters before and after what was found
 
 
 async def search(face: PlainFace, argument: str) -> None:
@@ -77,6 +79,19 @@ async def open_chat(face: PlainFace, argument: str) -> None:
     _read_messages(face, path[max(place - (path[place].role == "assistant"), 0) : place + 1] if path else [])
 
 
+async def find(face: PlainFace, argument: str) -> None:
+    """Tell the messages of the open chat that have these words."""
+    if not argument:
+        raise RequestError("there is nothing to find", "write /find WORDS")
+    finding, path = Finding(argument), face.workspace.session.tree.path()
+    found = [number for number, message in enumerate(path, 1) if finding.may_be_in(message.text)]
+    for number in found:
+        message = path[number - 1]
+        face.tell(f"message {number} of {len(path)}, {_author(message)}: {finding.snippet(message.text, SNIPPET)}")
+    if not found:
+        face.tell(f"no message of this chat has {argument}")
+
+
 async def read(face: PlainFace, argument: str) -> None:
     """Tell the last messages again."""
     count = int(argument) if argument.isdecimal() else 1
@@ -88,11 +103,14 @@ async def read(face: PlainFace, argument: str) -> None:
 
 def _read_messages(face: PlainFace, messages: Sequence[Message]) -> None:
     for message in messages:
-        author = "you" if message.role == "user" else short_name(message.model) or "assistant"
-        face.tell(f"{author}: {message.text.strip()}")
+        face.tell(f"{_author(message)}: {message.text.strip()}")
         face.files.tell(message.attachments)
         if message.role == "assistant" and (note := note_of(message)):
             face.tell(note)
+
+
+def _author(message: Message) -> str:
+    return "you" if message.role == "user" else short_name(message.model) or "assistant"
 
 
 async def pull(face: PlainFace, model: str) -> None:

@@ -18,6 +18,7 @@ from edgelm.client.reader import Reader
 from edgelm.client.work import TaskWork
 from edgelm.tui.commands.face import Part
 from edgelm.tui.commands.keymap import KeyMap
+from edgelm.tui.commands.messages import offer_pages
 from edgelm.tui.plain.files import PlainFiles
 from edgelm.tui.plain.lines import LineReader, Notices, Writer, raised_interrupt, told
 from edgelm.tui.pulls import Pull, Pulls
@@ -98,6 +99,8 @@ class PlainFace:
 
     async def send(self, text: str, roots: tuple[str, ...] = (), edited: int | None = None) -> None:
         attached: tuple[Attachment, ...] = ()
+        if not roots and self.lines.is_terminal:
+            await offer_pages(self, text)
         if not roots:
             text, attached = await self.files.take(text)
         if edited is not None:
@@ -120,6 +123,14 @@ class PlainFace:
 
     async def attach(self, path: str) -> None:
         await self.files.attach(path)
+
+    async def add(self, attachment: Attachment) -> None:
+        await self.files.add(attachment)
+
+    async def propose(self, text: str) -> None:
+        self.tell(f"the message: {text}")
+        if await self.confirm("send it?"):
+            await self.send(text)
 
     async def attach_clipboard(self) -> None:
         await self.files.attach_clipboard()

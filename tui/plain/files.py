@@ -52,6 +52,12 @@ class PlainFiles:
         self._attached.append(picture)
         self.tell((picture,))
 
+    async def add(self, attachment: Attachment) -> None:
+        """Attach a text that has no file."""
+        attachment = await counted(self._workspace.link, self._workspace.model, attachment)
+        self._attached.append(attachment)
+        self.tell((attachment,))
+
     def _sent(self) -> list[Attachment]:
         """Return the attachments of the conversation."""
         return [attachment for message in self._workspace.session.tree.path() for attachment in message.attachments]

@@ -98,7 +98,11 @@ class Attaching:
 
     def add_text(self, text: str) -> None:
         """Attach a pasted text."""
-        item = _Item("", pasted(text, self._next_number()))
+        self.add(pasted(text, self._next_number()))
+
+    def add(self, attachment: Attachment) -> None:
+        """Attach a text that has no file."""
+        item = _Item("", attachment)
         self._items.append(item)
         self._show()
         self._run(self._measure((item,)))
@@ -107,9 +111,10 @@ class Attaching:
         """Attach the picture on the clipboard. Raises EdgeLMError."""
         attachment = await in_daemon_thread(partial(clipboard_picture, self._next_number()))
         await require_sight(self._workspace.link, self._workspace.model, (attachment,))
-        self._items.append(_Item("", attachment))
+        item = _Item("", attachment)
+        self._items.append(item)
         self._show()
-        await self._measure(())
+        await self._measure((item,))
 
     def _next_number(self) -> int:
         """Return the number of the next attachment that has no file."""
@@ -255,7 +260,7 @@ def _chip(item: _Item) -> Chip:
         return Chip(item.path.rpartition("/")[2], "is read …")
     name = one_line(attachment.name)
     if attachment.kind == "image":
-        return Chip(name, f"picture, {size_text(attachment.size)}")
+        return Chip(name, f"picture, {size_text(attachment.size)}, {tokens_words(attachment)}")
     return Chip(name, tokens_words(attachment), "" if attachment.path else "as text")
 
 

@@ -6,7 +6,7 @@ or of what commands do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.text import Text
@@ -25,6 +25,7 @@ from edgelm.tui.prompt.pasted import is_long, may_be_paths
 
 LINE_BREAK_KEYS = frozenset({"alt+enter", "ctrl+j", "shift+enter"})
 PLACEHOLDER = "Message: Enter sends, Ctrl+J breaks the line"
+SHELL_TITLE = "Shell: Enter runs it, its output is attached"
 MAX_LISTED = 8  # commands at a time
 MIN_HELP = 12  # columns; in less room the help of a line is left out
 BLINK_S = 10.0  # after the last key, as in other programs: a blinking cursor keeps the machine awake
@@ -84,7 +85,7 @@ class Prompt(TextArea):
         border-title-color: $text-muted; border-subtitle-color: $text-muted;
     }
     Prompt:focus { border: round $primary; background: transparent; }
-    Prompt.-editing { border: round $warning; }
+    Prompt.-editing, Prompt.-shell { border: round $warning; }
     Prompt .text-area--placeholder { color: $text-muted; }
     Prompt .text-area--cursor-line { background: transparent; }
     """
@@ -107,6 +108,12 @@ class Prompt(TextArea):
         """A text was pasted that may belong above the prompt: a long one, or the paths of files."""
 
         text: str
+
+    @dataclass
+    class Ran(Event):
+        """Enter was pressed on a command for the shell."""
+
+        command: str
 
     class Taken(Event):
         """Enter was pressed while files are listed."""
@@ -142,6 +149,8 @@ class Prompt(TextArea):
             highlight_cursor_line=False,
         )  # fmt: skip
         self.sent = History()
+        self.ran = History()  # commands for the shell
+        self.is_shell = False  # the text is a command: only `!` pressed in an empty prompt leads to that
         self._blinking: Timer | None = None  # until the cursor stands still
         self.offering = False  # Down moves into the list above while there is no text
         self.offers_command = False  # Tab runs it while there is no text
@@ -181,9 +190,8 @@ class Prompt(TextArea):
         elif event.key == "enter":
             self._consume(event)
             self.action_send()
-        elif event.key == "backspace" and not self.text:
+        elif not self.text and (event.key == "backspace" or event.character == "!") and self._begin(event.key):
             self._consume(event)
-            self.post_message(self.Emptied())
         elif event.key in LINE_BREAK_KEYS:
             self._consume(event)
             self.insert("\n")
@@ -199,15 +207,29 @@ class Prompt(TextArea):
         elif event.key in ("up", "down") and self._walk_history(event.key):
             self._consume(event)
         elif event.key == "tab" and (
-            self.picking or self.text.startswith("/") or (self.offers_command and not self.text)
+            self.picking or self.is_shell or self.text.startswith("/") or (self.offers_command and not self.text)
         ):
             self._consume(event)
-            self.post_message(self.TabPressed())
+            if not self.is_shell:
+                self.post_message(self.TabPressed())
         else:
             await super()._on_key(event)
 
+    def _begin(self, key: str) -> bool:
+        """Do what Backspace and ! mean in an empty prompt; return whether it is more than to write."""
+        if key == "backspace":
+            if not self.leave_shell():
+                self.post_message(self.Emptied())
+        elif not self.leave_shell():  # the second ! begins a message
+            if self.has_class("-editing"):
+                return False
+            self.begin_shell()
+        else:
+            return False
+        return True
+
     async def _on_paste(self, event: events.Paste) -> None:
-        if is_long(event.text) or may_be_paths(event.text):
+        if not self.is_shell and (is_long(event.text) or may_be_paths(event.text)):
             self._consume(event)
             self.post_message(self.Pasted(event.text))
 
@@ -220,7 +242,7 @@ class Prompt(TextArea):
         row = self.wrapped_document.location_to_offset(self.cursor_location).y
         if row != (0 if key == "up" else self.wrapped_document.height - 1):
             return False
-        history = self.sent
+        history = self.ran if self.is_shell else self.sent
         text = history.back(self.text) if key == "up" else history.forward(self.text)
         if text is not None:
             self.put(text)
@@ -242,6 +264,8 @@ class Prompt(TextArea):
             return [Hint("Enter", "attach", "take"), Hint("Tab", "open", "complete"), close]
         if self.completing and self.text:
             return [Hint("Enter", "run", "send"), Hint("Tab", "complete", "complete"), close]
+        if self.is_shell:
+            return [Hint("Enter", "run", "send"), Hint("Esc", "leave", "screen.stop")]
         if self.text:
             hints = [Hint("Enter", "send", "send"), Hint("Ctrl+J", "line", "break_line")]
         else:
@@ -251,10 +275,28 @@ class Prompt(TextArea):
 
     def action_send(self) -> None:
         """Take the text out before the next key: what is typed from now on is no part of it."""
-        text = self.text
+        text, was_shell = self.text, self.leave_shell()
         if text:
             self.put("")
-        self.post_message(self.Sent(text))
+        self.post_message(self.Ran(text) if was_shell else self.Sent(text))
+
+    def begin_shell(self) -> None:
+        """Let the text be a command for the shell."""
+        self._set_shell(is_shell=True)
+
+    def leave_shell(self) -> bool:
+        """Let the text be a message again; return whether it was a command for the shell."""
+        was_shell = self.is_shell
+        if was_shell:
+            self._set_shell(is_shell=False)
+        return was_shell
+
+    def _set_shell(self, *, is_shell: bool) -> None:
+        self.is_shell = is_shell
+        self.set_class(is_shell, "-shell")
+        self.border_title = SHELL_TITLE if is_shell else ""
+        self.refresh_bindings()
+        self.post_message(self.Typed(self.text))  # the list above follows
 
     def action_take(self) -> None:
         self.post_message(self.Taken())
@@ -308,6 +350,7 @@ class Completion(Widget):
         self._index = 0
         self._text = ""  # that the suggestions are for
         self._offers: list[Suggestion] = []
+        self.more: Callable[[], Sequence[Command]] = tuple  # the prompts and resources of servers
 
     @property
     def chosen(self) -> Suggestion | None:
@@ -333,12 +376,13 @@ class Completion(Widget):
         if was_offering or not text:
             self._show_offers()
 
-    def update(self, text: str) -> None:
-        """Show the commands that a text is a prefix of; keep the suggestions that are shown for it."""
+    def update(self, text: str, *, again: bool = False) -> None:
+        """Show the commands that a text is a prefix of; keep the suggestions that are shown for it, unless `again`."""
         if not text:
             self._show_offers()
-        elif text != self._text:
-            self.show_for(text, [command.suggestion for command in complete(text)])
+        elif text != self._text or again:
+            more = [command for command in self.more() if text[0] == "/" and command.name.startswith(text[1:])]
+            self.show_for(text, [command.suggestion for command in (*complete(text), *more)])
 
     def show_for(self, text: str, suggestions: list[Suggestion]) -> None:
         """Show what a text may become."""

@@ -22,7 +22,7 @@ def attachment_words(attachment: Attachment) -> str:
     """Return name and size of an attachment."""
     name = one_line(attachment.name)
     if attachment.kind == "image":
-        return f"{name} · picture, {size_text(attachment.size)}"
+        return f"{name} · picture, {size_text(attachment.size)}, {tokens_words(attachment)}"
     return f"{name} · {tokens_words(attachment)}"
 
 

@@ -141,6 +141,16 @@ class MessageView:
         """Tell whether it is worth to be folded."""
         return not self.live and guess_height(self.message.text, TEXT_WIDTH) > FOLDED_LINES
 
+    @property
+    def is_folded(self) -> bool:
+        return self._folded
+
+    @property
+    def searched(self) -> str:
+        """Return the text in which words are found: the thought, too, where it is shown."""
+        message = self.message
+        return f"{message.reasoning}\n{message.text}" if self._show_reasoning else message.text
+
     def fold(self, folded: bool) -> None:
         """Show one line of the message, or all of it."""
         if folded != self._folded:

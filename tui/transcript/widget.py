@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 from rich.cells import get_character_cell_size
@@ -46,6 +46,7 @@ from edgelm.tui.lines import (
     wrap_words,
 )
 from edgelm.tui.palette import Palette, make_palette
+from edgelm.tui.transcript.finding import FOUND, FOUND_HERE, Finding, Found, Place
 from edgelm.tui.transcript.picture_rows import decode_previews, undecoded
 from edgelm.tui.transcript.views import Flow, MessageView
 
@@ -95,6 +96,12 @@ class Transcript(ScrollView, can_focus=True):
         message_id: int
 
     @dataclass
+    class Unfolded(Event):
+        """A folded message was unfolded: what is found is in it."""
+
+        message_id: int
+
+    @dataclass
     class Linked(Event):
         """A link was clicked."""
 
@@ -127,6 +134,8 @@ class Transcript(ScrollView, can_focus=True):
         self._wraps_code = wraps_code
         self._pan = 0  # cells by which wide code is moved to the left
         self.can_explore = True  # the endpoint tells tokens
+        self._finding: Finding | None = None
+        self._found_at: tuple[int, int] | None = None  # line and character of the match that was gone to
 
     # Content
 
@@ -138,6 +147,7 @@ class Transcript(ScrollView, can_focus=True):
         self._following = True
         self._anchor = None
         self._pan = 0
+        self._finding = None
         self.screen.clear_selection()
         self._arrange()
 
@@ -292,6 +302,11 @@ class Transcript(ScrollView, can_focus=True):
             view = next((view for view in self.views if view.message.id == self.selected), None)
             if view is not None and (span := self._flow.span_of(view)) is not None:
                 self._marked = (span[0], span[1] - 1)
+        self._found_at = None
+        if self._finding is not None and (found := self._finding.found) is not None:
+            view = next((view for view in self.views if view.message.id == found.message_id), None)
+            if view is not None and (span := self._flow.span_of(view)) is not None:
+                self._found_at = (span[0] + found.place.line, found.place.start)
 
     def _place(self, width: int, height: int) -> int:
         """Draw all rows in view and return the line at the top of the screen."""
@@ -360,6 +375,8 @@ class Transcript(ScrollView, can_focus=True):
         mark, pan = self._mark_of(flow_y, asked=asked), min(self._pan, line.hidden) if line is not None else 0
         selection = self.text_selection
         span = selection.get_span(flow_y) if selection is not None else None
+        if line is not None and self.views and self._finding is not None:
+            line = self._tinted(line, flow_y, self._finding)
         key = (width, flow_y, base, mark, pan)
         if line is not None and span is None and line.strip is not None and line.strip_key == key:
             return line.strip
@@ -375,6 +392,18 @@ class Transcript(ScrollView, can_focus=True):
             return _make_strip(line, layout, left, inside, base, span, self._selection_style)
         line.strip, line.strip_key = _make_strip(line, layout, left, inside, base), key
         return line.strip
+
+    def _tinted(self, line: Line, y: int, finding: Finding) -> Line:
+        """Return a line with the words that are found in it, which may begin above or go on below."""
+        matches = finding.matches([self._flow.line(y - 1) if y else None, line, self._flow.line(y + 1)])
+        text = None
+        for pieces in matches:
+            begin = (y - 1 + pieces[0].line, pieces[0].start)
+            for piece in pieces:
+                if piece.line == 1:
+                    text = text or line.text.copy()
+                    text.stylize(FOUND_HERE if begin == self._found_at else FOUND, piece.start, piece.end)
+        return line if text is None else replace(line, text=text, strip=None)
 
     def _mark_of(self, y: int, *, asked: bool) -> str:
         if self._marked is not None and self._marked[0] <= y < self._marked[1]:
@@ -484,6 +513,83 @@ class Transcript(ScrollView, can_focus=True):
         self._set_anchor(top)
         self._arrange()
 
+    # Finding
+
+    def find(self, words: str) -> int:
+        """Tint these words and go to the first ones from the top of the screen on; empty: tint nothing any more.
+
+        Return the number of messages that have them.
+        """
+        self._finding = Finding(words) if words.strip() else None
+        self._mark()
+        self.refresh()
+        if self._finding is None:
+            return 0
+        self.action_find(0)
+        return sum(self._finding.may_be_in(view.searched) for view in self.views)
+
+    @property
+    def is_finding(self) -> bool:
+        return self._finding is not None
+
+    def action_find(self, by: int) -> None:
+        """Go to the next (1) or previous (-1) place with the words; 0: to the first one from the top of the screen."""
+        finding, num_views = self._finding, len(self.views)
+        if finding is None or not num_views or self._text_width <= 0:
+            return
+        found = finding.found if by else None
+        top = round(self.scroll_y)
+        at = self._flow.view_at(top)
+        index = next((i for i, view in enumerate(self.views) if view is at), 0)
+        if found is not None:
+            index = next((i for i, view in enumerate(self.views) if view.message.id == found.message_id), index)
+        for turn in range(num_views + 1):
+            view = self.views[(index + turn * (-1 if by < 0 else 1)) % num_views]
+            places = self._places_in(view, finding) if finding.may_be_in(view.searched) else []
+            if turn == 0 and places:
+                span = self._flow.span_of(view)
+                here = found.place if found is not None else Place(top - (span[0] if span else 0), -1)
+                places = [place for place in places if (place < here if by < 0 else place > here)]
+            if places:
+                self._go_to_place(view, places[-1 if by < 0 else 0], finding)
+                return
+
+    def _places_in(self, view: MessageView, finding: Finding) -> list[Place]:
+        """Return where a message has the words; all of it is drawn for that."""
+        if view.is_folded:
+            view.fold(False)
+            self.post_message(self.Unfolded(view.message.id))
+        flow = self._flow
+        while True:
+            flow.measure(self.views, self._text_width, self.palette)
+            span = flow.span_of(view)
+            if span is None:
+                return []
+            if not flow.draw(*span):
+                break
+        matches = finding.matches([flow.line(y) for y in range(*span)])
+        places = [Place(pieces[0].line, pieces[0].start) for pieces in matches]
+        return places or ([Place(0, 0)] if finding.is_in(view.searched) else [])  # the words are of its Markdown
+
+    def _go_to_place(self, view: MessageView, place: Place, finding: Finding) -> None:
+        finding.found = Found(view.message.id, place)
+        if self.has_focus:
+            self.selected = view.message.id
+        height, top = self.scrollable_content_region.height, round(self.scroll_y)
+        span = self._flow.span_of(view)
+        y = (span[0] if span else 0) + place.line
+        if not top <= y < top + height:
+            top = max(0, y - height // 3)
+        self._following = top >= self._flow.height - height
+        self._set_anchor(min(top, max(0, self._flow.height - height)))
+        self._arrange()
+
+    def focus_found(self) -> None:
+        """Take the keys, with the message selected whose place was gone to."""
+        if self._finding is not None and self._finding.found is not None:
+            self._select(self._finding.found.message_id)
+        self.focus(scroll_visible=False)
+
     def _set_anchor(self, top: int) -> None:
         index, line = self._flow.locate(top)
         self._anchor = (self._flow.rows[index], line) if index >= 0 else None
@@ -508,6 +614,8 @@ class Transcript(ScrollView, can_focus=True):
             Hint("Z", "all", "act('collapse-all')", optional=True),
             Hint("w", "wrap", "toggle_wrap", optional=True),
         ]
+        if self._finding is not None:
+            hints = [Hint("n", "next", "find(1)"), Hint("N", "previous", "find(-1)"), *hints]
         return [*(hints if self.views else []), Hint("Esc", "back", "screen.stop")]
 
 

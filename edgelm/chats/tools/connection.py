@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from edgelm.base.errors import EdgeLMError
 from edgelm.chats.tools.failures import ToolError, explained
-from edgelm.chats.tools.listing import Listing, make_listing
+from edgelm.chats.tools.listing import Listing, Offer, make_listing, make_offers
 from edgelm.chats.tools.process import ServerProcess
-from edgelm.chats.tools.results import MAX_CHARS, Result, result_text
+from edgelm.chats.tools.results import MAX_CHARS, Result, contents_text, result_text
 from edgelm.chats.tools.settings import ToolServer
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class Connection:
     def __init__(self, server: ToolServer, environment: Mapping[str, str], log: Path) -> None:
         self.server = server
         self.listing = Listing()
+        self.offers: tuple[Offer, ...] | None = None  # None: not asked for yet
         self.state: State = "not started"
         self.error = ""
         self._environment = environment
@@ -98,6 +99,32 @@ class Connection:
                 self._leave.set()
             return Result(str(error), failed=True)
         return Result(result_text(result.content, result.structured_content, max_chars), failed=result.is_error)
+
+    async def list_offers(self) -> tuple[Offer, ...]:
+        """Return the prompts and resources that the server has now; start it first. Raises ToolError."""
+        client = await self._connected()
+        can = client.server_capabilities
+        prompts = resources = []
+        with self._explained(LIST_S):
+            async with asyncio.timeout(LIST_S):
+                if can.prompts is not None:
+                    prompts = (await client.list_prompts()).prompts
+                if can.resources is not None:
+                    resources = (await client.list_resources()).resources
+        self.offers = make_offers(prompts, resources)
+        return self.offers
+
+    async def take(self, offer: Offer, arguments: Mapping[str, str]) -> str:
+        """Return the text of a prompt or resource. Raises ToolError."""
+        client = await self._connected()
+        seconds = self.server.timeout_s
+        with self._explained(seconds):
+            async with asyncio.timeout(seconds):
+                if offer.kind == "prompt":
+                    messages = (await client.get_prompt(offer.own_name, dict(arguments))).messages
+                    return result_text([message.content for message in messages], None, MAX_CHARS)
+                contents = (await client.read_resource(offer.own_name)).contents
+                return contents_text(contents, MAX_CHARS)
 
     async def close(self) -> None:
         """End the server."""

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from edgelm.chats.tools.results import cut, plain_text
 from edgelm.chats.tools.settings import ToolServer
@@ -19,6 +19,7 @@ MAX_TOOLS = 128  # of a server; OpenAI takes as many in a request
 MAX_SCHEMA = 32 * 2**10  # characters of JSON
 MAX_DESCRIPTION = 2_000  # characters
 MAX_NAME = 128
+MAX_OFFERS = 200  # prompts and resources of a server
 MAX_DEPTH = 40
 
 
@@ -40,6 +41,42 @@ class Listing:
 
     tools: tuple[Tool, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A prompt or a resource of a server, which the user may take. `name` has no white space.
+
+    `own_name` is the server's: of a resource its URI. `arguments` of a prompt may be left out unless `required`.
+    """
+
+    kind: Literal["prompt", "resource"]
+    name: str
+    own_name: str
+    description: str = ""
+    arguments: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+
+
+def make_offers(prompts: Iterable[Any], resources: Iterable[Any]) -> tuple[Offer, ...]:
+    """Return the prompts and resources of a server that can be named, each name once."""
+    offers = []
+    for prompt in prompts:
+        arguments = prompt.arguments or ()
+        names = tuple(argument.name for argument in arguments)
+        required = tuple(argument.name for argument in arguments if argument.required)
+        offers.append(Offer("prompt", _word(prompt.name), prompt.name, _line(prompt), names, required))
+    offers += [Offer("resource", _word(entry.name), str(entry.uri), _line(entry)) for entry in resources]
+    named = {offer.name: offer for offer in reversed(offers) if 0 < len(offer.name) <= MAX_NAME}
+    return tuple(sorted(named.values(), key=lambda offer: (offer.kind, offer.name)))[:MAX_OFFERS]
+
+
+def _word(name: str) -> str:
+    return "_".join(plain_text(name).split())
+
+
+def _line(offered: Any) -> str:
+    return cut(" ".join(plain_text(offered.description or offered.title or "").split()), MAX_DESCRIPTION)
 
 
 def make_listing(server: ToolServer, tools: Iterable[Any]) -> Listing:

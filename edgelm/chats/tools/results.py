@@ -48,6 +48,15 @@ def result_text(blocks: Iterable[Any], structured: object, max_chars: int) -> st
     return cut(plain_text("\n".join(texts)), max_chars) or "(the tool returned nothing)"
 
 
+def contents_text(contents: Iterable[Any], max_chars: int) -> str:
+    """Return the texts of a resource; what is no text is named."""
+    texts = [
+        content.text if isinstance(getattr(content, "text", None), str) else f"[{content.uri}: not text, not shown]"
+        for content in contents
+    ]
+    return cut(plain_text("\n".join(texts)), max_chars)
+
+
 def _block_text(block: Any) -> str:
     if block.type == "text":
         return str(block.text)

@@ -1,7 +1,8 @@
 """A small MCP server for tests, without the package: it starts at once, and misbehaves on request.
 
 `python server.py [WORD …]`: `mute` answers nothing, `greets` prints no MCP first, `floods` writes without end,
-`wrong` lists a tool that is not valid, `old` ends at a first message that is not `initialize`.
+`wrong` lists a tool that is not valid, `offers` has prompts and resources, `old` ends at a first
+message that is not `initialize`.
 """
 
 from __future__ import annotations
@@ -75,14 +76,51 @@ def reply(request: dict[str, Any]) -> Any:
     if method == "initialize":
         return {
             "protocolVersion": params["protocolVersion"],
-            "capabilities": {"tools": {}},
+            "capabilities": {"tools": {}, **({"prompts": {}, "resources": {}} if "offers" in WORDS else {})},
             "serverInfo": {"name": "small", "version": "1"},
         }
     if method == "tools/list":
         listed = tools()
         cursor = params.get("cursor")  # two pages
         return {"tools": listed[6:]} if cursor else {"tools": listed[:6], "nextCursor": "more"}
+    if "offers" in WORDS and method in OFFERED:
+        return OFFERED[method](params)
     return call(params["name"], params.get("arguments", {})) if method == "tools/call" else None
+
+
+def offered_prompts(_params: Any) -> Any:
+    arguments = [{"name": "text", "required": True}, {"name": "tone"}]
+    return {
+        "prompts": [
+            {"name": "summarize", "description": "Sum a text\x1b[2J up", "arguments": arguments},
+            {"name": "greet", "arguments": [{"name": "name", "required": True}]},
+            {"name": "quit", "description": "Looks like a command"},
+        ]
+    }
+
+
+def offered_prompt(params: Any) -> Any:
+    values = params.get("arguments") or {}
+    text = "/quit" if params["name"] == "quit" else f"{params['name']}: {json.dumps(values, sort_keys=True)}"
+    return {"messages": [{"role": "user", "content": {"type": "text", "text": text}}]}
+
+
+def offered_resources(_params: Any) -> Any:
+    return {"resources": [{"uri": "note://1", "name": "the notes"}, {"uri": "note://2", "name": "photo"}]}
+
+
+def offered_resource(params: Any) -> Any:
+    uri = params["uri"]
+    content = {"text": "Buy milk.\x07"} if uri == "note://1" else {"blob": "AAAA", "mimeType": "image/png"}
+    return {"contents": [{"uri": uri, **content}]}
+
+
+OFFERED = {
+    "prompts/list": offered_prompts,
+    "prompts/get": offered_prompt,
+    "resources/list": offered_resources,
+    "resources/read": offered_resource,
+}
 
 
 def main() -> None:

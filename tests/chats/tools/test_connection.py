@@ -223,3 +223,15 @@ async def test_closing_does_not_wait_for_a_call(connect: Connect) -> None:
     await connection.close()
     assert time.monotonic() - started < 10
     assert (await asyncio.wait_for(hanging, 10)).failed
+
+
+async def test_prompts_and_resources_of_a_server(connect: Connect) -> None:
+    connection = connect("offers")
+    offers = {offer.name: offer for offer in await connection.list_offers()}
+    assert list(offers) == ["greet", "quit", "summarize", "photo", "the_notes"]
+    assert offers["summarize"].description == "Sum a text up"
+    assert (offers["summarize"].arguments, offers["summarize"].required) == (("text", "tone"), ("text",))
+    assert await connection.take(offers["greet"], {"name": "Ann"}) == 'greet: {"name": "Ann"}'
+    assert await connection.take(offers["the_notes"], {}) == "Buy milk.\ufffd"
+    assert await connection.take(offers["photo"], {}) == "[note://2: not text, not shown]"
+    assert await connect().list_offers() == ()
