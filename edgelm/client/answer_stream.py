@@ -71,30 +71,35 @@ class AnswerStream:
         self._started = started
         self._first = self._last = 0.0
         self._deltas = 0
-        self._usage: Any = None
+        self._usage: dict[str, Any] = {}
         self._own: dict[str, Any] = {}
         self._calls = CallParts()
         self._tags = _ThinkTags() if tags else None
 
-    def take(self, chunk: Any) -> Delta | None:
+    def take(self, event: object) -> Delta | None:
+        """Take the JSON of an event. Parsed by hand: the package's types take longer than drawing the text."""
         self.chunks += 1
-        own = mapping((chunk.model_extra or {}).get("edgelm"))
+        chunk = mapping(event)
+        own = mapping(chunk.get("edgelm"))
         self._own |= own
-        self._usage = chunk.usage or self._usage
-        if not chunk.choices:
+        self._usage = mapping(chunk.get("usage")) or self._usage
+        choices = chunk.get("choices")
+        if not isinstance(choices, list) or not choices:
             return None
-        choice = chunk.choices[0]
-        self.reason = choice.finish_reason or self.reason
-        extra = choice.delta.model_extra or {} if choice.delta else {}
-        text = clean_text((choice.delta.content or "") if choice.delta else "")
-        reasoning = clean_text(_reasoning(extra))
+        choice = mapping(choices[0])
+        delta = mapping(choice.get("delta"))
+        self.reason = choice.get("finish_reason") or self.reason
+        text, reasoning = (
+            clean_text(_text(delta, "content")),
+            clean_text(_text(delta, "reasoning_content", "reasoning")),
+        )
         if self._tags is not None:
             tagged, text = self._tags.take(text, is_open=not reasoning)
             reasoning += tagged
-        self._calls.take(choice.delta.tool_calls if choice.delta else None)
+        self._calls.take(delta.get("tool_calls"))
         if not text and not reasoning:
             self.begun |= bool(self._calls.name)
-            return Delta(calling=self._calls.name) if self._calls.name and not choice.finish_reason else None
+            return Delta(calling=self._calls.name) if self._calls.name and not choice.get("finish_reason") else None
         self._last = time.perf_counter()
         self._first = self._first or self._last
         self._deltas += 1
@@ -109,14 +114,13 @@ class AnswerStream:
     def finish(self) -> Finished:
         own, usage = self._own, self._usage
         timings, speculation, context = (mapping(own.get(name)) for name in ("timings", "speculation", "context"))
-        completion = whole(getattr(usage, "completion_tokens", None))
-        prompt = whole(getattr(usage, "prompt_tokens", None))
+        completion, prompt = whole(usage.get("completion_tokens")), whole(usage.get("prompt_tokens"))
         measured = 1000 * (self._first - self._started) if self._first else None
         used = whole(context.get("used"))
         if used is None and prompt is not None and completion is not None:
             used = prompt + completion
         first_token_ms = number(timings.get("first_token_ms"))
-        details = getattr(usage, "completion_tokens_details", None)
+        details = mapping(usage.get("completion_tokens_details"))
         return Finished(
             str(own.get("finish_reason") or self.reason),
             AnswerStats(
@@ -131,7 +135,7 @@ class AnswerStream:
                 context_size=whole(context.get("size")),
                 engine=str(own.get("engine") or ""),
                 device=str(own.get("device") or ""),
-                reasoning_tokens=whole(getattr(details, "reasoning_tokens", None)) or None,
+                reasoning_tokens=whole(details.get("reasoning_tokens")) or None,
             ),
             self._calls.finish(),
         )
@@ -182,9 +186,9 @@ class _ThinkTags:
         return "", held
 
 
-def _reasoning(delta: Mapping[str, Any]) -> str:
-    """Return the reasoning of a delta: endpoints use one of two names, or both with equal text."""
-    texts = (delta.get(name) for name in ("reasoning_content", "reasoning"))
+def _text(delta: Mapping[str, Any], *names: str) -> str:
+    """Return the first text of a delta with one of these names: endpoints have two for reasoning, with equal text."""
+    texts = (delta.get(name) for name in names)
     return next((text for text in texts if isinstance(text, str) and text), "")
 
 

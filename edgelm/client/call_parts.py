@@ -9,7 +9,7 @@ import json
 import secrets
 from dataclasses import dataclass, field
 
-from edgelm.client.json_values import clean_text, whole
+from edgelm.client.json_values import clean_text, mapping, whole
 from edgelm.client.turns import Call
 
 MAX_CALLS = 128  # of one answer
@@ -44,9 +44,10 @@ class CallParts:
     def take(self, items: object) -> None:
         """Take the `tool_calls` of one delta."""
         for item in items if isinstance(items, list) else ():
-            function = getattr(item, "function", None)
-            name, arguments = _text(getattr(function, "name", None)), getattr(function, "arguments", None)
-            call = self._of(whole(getattr(item, "index", None)), _text(getattr(item, "id", None)), name)
+            item = mapping(item)
+            function = mapping(item.get("function"))
+            name, arguments = _text(function.get("name")), function.get("arguments")
+            call = self._of(whole(item.get("index")), _text(item.get("id")), name)
             if call is None:
                 continue
             call.name = call.name or name

@@ -7,7 +7,6 @@ Owns the requests, and the differences between edgelm and other endpoints in the
 from __future__ import annotations
 
 import asyncio
-import importlib
 import secrets
 import time
 from codecs import BOM_UTF8
@@ -218,7 +217,6 @@ class Client:
         reading = AnswerStream(started, tags=not self.is_edgelm)
         client = await self._client()
         import openai
-        from openai.types.chat import ChatCompletionChunk
 
         with explained(self.address, reading):
             # `chat.completions.create` walks all messages in Python: 0.2 s for a conversation of 400.
@@ -226,9 +224,9 @@ class Client:
                 "/chat/completions",
                 body=self._body(request) | self._stream_options(),
                 options={"headers": {"Prefer": "wait", "X-Request-Id": request.request_id}} if self.is_edgelm else {},
-                cast_to=ChatCompletionChunk,
+                cast_to=object,
                 stream=True,
-                stream_cls=openai.AsyncStream[ChatCompletionChunk],
+                stream_cls=openai.AsyncStream[object],
             ) as stream:
                 async for chunk in stream:
                     delta = reading.take(chunk)
@@ -275,7 +273,7 @@ class Client:
     def _open(self) -> openai.AsyncOpenAI:
         import openai
 
-        client = _openai_client()(
+        return _openai_client()(
             base_url=self.base_url,
             # Never the key in OPENAI_API_KEY: it is not meant for this endpoint.
             api_key=self._api_key or "none",
@@ -288,8 +286,6 @@ class Client:
                 event_hooks={"response": [_check_redirect]},
             ),
         )
-        importlib.import_module("openai.types.chat")  # here on the thread: it takes another half second
-        return client
 
 
 @cache
