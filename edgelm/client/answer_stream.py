@@ -89,10 +89,7 @@ class AnswerStream:
         choice = mapping(choices[0])
         delta = mapping(choice.get("delta"))
         self.reason = choice.get("finish_reason") or self.reason
-        text, reasoning = (
-            clean_text(_text(delta, "content")),
-            clean_text(_text(delta, "reasoning_content", "reasoning")),
-        )
+        text, reasoning = (clean_text(_text(delta.get("content"))), clean_text(_reasoning(delta)))
         if self._tags is not None:
             tagged, text = self._tags.take(text, is_open=not reasoning)
             reasoning += tagged
@@ -186,10 +183,13 @@ class _ThinkTags:
         return "", held
 
 
-def _text(delta: Mapping[str, Any], *names: str) -> str:
-    """Return the first text of a delta with one of these names: endpoints have two for reasoning, with equal text."""
-    texts = (delta.get(name) for name in names)
-    return next((text for text in texts if isinstance(text, str) and text), "")
+def _reasoning(delta: Mapping[str, Any]) -> str:
+    """Return the reasoning of a delta: endpoints use one of two names, or both with equal text."""
+    return _text(delta.get("reasoning_content")) or _text(delta.get("reasoning"))
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
 
 
 def _spans(own: Mapping[str, Any], length: int) -> tuple[tuple[int, int], ...]:

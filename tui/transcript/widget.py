@@ -55,7 +55,7 @@ WELCOME = """{help} shows every key, / every command.
 {search} searches all chats, {model} chooses a model.
 Esc stops an answer; all is saved as it is written."""
 WELCOME_KEYS = {"help": "F1", "search": "Ctrl+F", "model": "Ctrl+O"}
-FRAME_S = 1 / 20  # a reader sees no difference, and the model on the same cores decodes meanwhile
+FRAME_S = 1 / 12  # a reader sees no difference, and the model on the same cores decodes meanwhile
 MAX_SHARE = 0.1  # of the time, for drawing while text streams
 MEASURE_SLICE_S = 0.004
 MEASURE_DELAY_S = 0.05
