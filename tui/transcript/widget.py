@@ -381,7 +381,7 @@ class Transcript(ScrollView, can_focus=True):
         strips = [self.render_line(y) for y in range(height)]
         if len(before) != height:
             self.refresh()
-        elif changed := [y for y, (strip, shown) in enumerate(zip(strips, before, strict=True)) if strip is not shown]:
+        elif changed := [y for y, (strip, shown) in enumerate(zip(strips, before, strict=True)) if strip != shown]:
             super().refresh(*(Region(0, y, self.size.width, 1) for y in changed))
         self._shown = strips
 
