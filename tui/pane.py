@@ -144,12 +144,17 @@ class ChatPane(Vertical):
 
     def answer_changed(self, answer: Answer) -> None:
         """Draw the answer at the end, and what was read for its question."""
-        if self._live is not None and self._live.answer is answer:
-            self._live.grow()
-        for view in self.transcript.views[-2:]:
-            if view.message is answer.question:
-                view.show_reading()
-        self.transcript.changed()
+
+        def grow() -> None:
+            if self._live is not None and self._live.answer is answer:
+                self._live.grow()
+            for view in self.transcript.views[-2:]:
+                if view.message is answer.question:
+                    view.show_reading()
+
+        if answer.message.state != "streaming":  # another answer may follow before the next frame
+            grow()
+        self.transcript.changed(grow)
 
     def toggle_reasoning(self) -> None:
         """Show the model's reasoning and what was read in all messages, or hide both."""

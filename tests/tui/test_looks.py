@@ -166,3 +166,17 @@ async def test_a_drag_from_the_margin_selects_whole_lines(open_chat: Open, endpo
         await chat.press("ctrl+c")
         await chat.until(lambda: chat.app.clipboard, "a text")
         assert chat.app.clipboard == "One two.\n\nThree four."
+
+
+async def test_a_frame_draws_only_lines_that_changed(open_chat: Open) -> None:
+    async with open_chat() as driver:
+        await driver.ask("Hello")
+        transcript = driver.transcript
+        transcript.follow()
+        await driver.pilot.pause()
+        transcript._repaint_regions.clear()
+        transcript.follow()
+        assert not transcript._repaint_regions, "nothing has changed"
+        transcript.views[-1].set_model("another")
+        transcript.follow()
+        assert [region.height for region in transcript._repaint_regions] == [1], "the line with its name"

@@ -266,6 +266,11 @@ class Flow:
     def height(self) -> int:
         return self._offsets[-1]
 
+    @property
+    def is_guessed(self) -> bool:
+        """Tell whether the height of a row is not known."""
+        return not all(self._exact)
+
     def measure(self, views: Sequence[MessageView], width: int, palette: Palette) -> None:
         """Stack the rows in their present state."""
         self._width, self._palette = width, palette

@@ -9,9 +9,10 @@ Rows are drawn when they come into view, then kept; streamed text redraws only i
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from functools import lru_cache
+from typing import ClassVar, NamedTuple, Self
 
 from rich.cells import get_character_cell_size
 from rich.segment import Segment
@@ -19,12 +20,13 @@ from rich.style import Style
 from rich.text import Text
 from textual import events
 from textual.binding import BindingType
-from textual.geometry import Size
+from textual.geometry import Region, Size
 from textual.message import Message as Event
 from textual.scroll_view import ScrollView
 from textual.selection import Selection
 from textual.strip import Strip
 from textual.timer import Timer
+from textual.widget import Widget
 
 from edgelm.chats.knowledge.index import GUIDE
 from edgelm.library.names import STARTER
@@ -54,11 +56,12 @@ WELCOME = """{help} shows every key, / every command.
 {search} searches all chats, {model} chooses a model.
 Esc stops an answer; all is saved as it is written."""
 WELCOME_KEYS = {"help": "F1", "search": "Ctrl+F", "model": "Ctrl+O"}
-FRAME_S = 1 / 20  # a reader sees no difference, and the model on the same cores decodes meanwhile
+FRAME_S = 1 / 12  # a reader sees no difference, and the model on the same cores decodes meanwhile
 MAX_SHARE = 0.1  # of the time, for drawing while text streams
 MEASURE_SLICE_S = 0.004
 MEASURE_DELAY_S = 0.05
 MEASURED_FRAME_S = 1.0  # between two frames that show only what was measured: they cost more than measuring
+RELEASE_S = 1.0  # between two times at which lines are dropped
 KEPT_SCREENS = 4  # lines are kept this many screens above and below
 # Left of a message: of the user's, of the selected one, and of the others while the widget has the focus.
 ASKED, SELECTED, FOCUSED = "▌", "┃", "▏"
@@ -123,11 +126,14 @@ class Transcript(ScrollView, can_focus=True):
         self._begun: int | None = None  # id of the quotation that is shown from its top
         self.selected: int | None = None  # id of the message that keys act on
         self._frame: Timer | None = None
+        self._grow: Callable[[], None] = _nothing  # takes what has come for the next frame
         self._frame_cost_s = 0.0
         self._measuring: Timer | None = None
         self._measured = False  # since the last arrangement
-        self._arranged_at = 0.0
+        self._arranged_at = self._released_at = 0.0
         self._palette: Palette | None = None
+        self._base = Style()  # of the widget
+        self._shown: list[Strip] = []  # on the screen; empty: not known
         self._notice = ""
         self._about: Sequence[str] = ()
         self._drafts = False
@@ -178,8 +184,10 @@ class Transcript(ScrollView, can_focus=True):
             self._set_anchor(round(self.scroll_y))
         self._arrange()
 
-    def changed(self) -> None:
-        """Draw changes at the next frame: text arrives faster than a screen can show it."""
+    def changed(self, grow: Callable[[], None] | None = None) -> None:
+        """Draw changes at the next frame, after `grow`: text arrives faster than a screen can show it."""
+        if grow is not None:
+            self._grow = grow
         if self._frame is None:
             wait = max(FRAME_S, self._frame_cost_s / MAX_SHARE)
             self._frame = self.set_timer(wait, self._draw_frame)
@@ -250,6 +258,8 @@ class Transcript(ScrollView, can_focus=True):
     def _draw_frame(self) -> None:
         self._frame = None
         started = time.perf_counter()
+        grow, self._grow = self._grow, _nothing
+        grow()
         self._arrange()
         self._frame_cost_s = time.perf_counter() - started
 
@@ -287,12 +297,17 @@ class Transcript(ScrollView, can_focus=True):
             self._mark()
             size = Size(width, self._flow.height)
             if size != self.virtual_size:
-                self.virtual_size = size
+                # Assigning it would lay out all widgets, and none of them moves.
+                self.set_reactive(Widget.virtual_size, size)
+                self._scroll_update(size)
             self._scroll_to(None, top, animate=False)
         finally:
             self._arranging = False
-        self.refresh()
-        if self._measuring is None:
+        self._refresh_changed(height)
+        if not self._flow.is_guessed:
+            if self._arranged_at >= self._released_at + RELEASE_S:
+                self._release()
+        elif self._measuring is None:
             self._measuring = self.set_timer(MEASURE_DELAY_S, self._measure)
 
     def _mark(self) -> None:
@@ -348,11 +363,16 @@ class Transcript(ScrollView, can_focus=True):
         if is_left and time.perf_counter() < self._arranged_at + MEASURED_FRAME_S:
             self._measuring = self.set_timer(MEASURE_DELAY_S, self._measure)
             return
+        self._release()
+        if self._measured:
+            self.changed()
+
+    def _release(self) -> None:
+        """Drop lines that are far from the screen."""
+        self._released_at = time.perf_counter()
         height = self.scrollable_content_region.height
         top = round(self.scroll_y)
         self._flow.release(top - KEPT_SCREENS * height, top + (KEPT_SCREENS + 1) * height)
-        if self._measured:
-            self.changed()
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
@@ -366,11 +386,36 @@ class Transcript(ScrollView, can_focus=True):
 
     # Drawing
 
+    def refresh(self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False) -> Self:
+        self._shown = []
+        return super().refresh(*regions, repaint=repaint, layout=layout, recompose=recompose)
+
+    def _refresh_changed(self, height: int) -> None:
+        """Let Textual draw the lines that are not on the screen."""
+        before, self._base = self._shown, self.rich_style
+        strips = [self.render_line(y) for y in range(height)]
+        if len(before) != height:
+            self.refresh()
+        elif changed := [y for y, (strip, shown) in enumerate(zip(strips, before, strict=True)) if strip != shown]:
+            super().refresh(*(Region(0, y, self.size.width, 1) for y in changed))
+        self._shown = strips
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """Return the kept strips: Textual's own method makes those of all lines again when the text moves up by one."""
+        self._base = self.rich_style
+        filters, (_, background) = self.get_line_filters(), self.background_colors
+        strips = [self.render_line(y).adjust_cell_length(self.size.width, self._base) for y in crop.line_range]
+        for line_filter in filters:
+            strips = [strip.apply_filter(line_filter, background) for strip in strips]
+        return (
+            strips if crop.column_span == (0, self.size.width) else [strip.crop(*crop.column_span) for strip in strips]
+        )
+
     def render_line(self, y: int) -> Strip:
         width = self.scrollable_content_region.width
         flow_y = round(self.scroll_y) + y
         line = self._flow.line(flow_y) if self.views else self._welcome_line(y)
-        base = self.rich_style
+        base = self._base
         asked = bool(self.views) and self._flow.is_asked(flow_y)
         mark, pan = self._mark_of(flow_y, asked=asked), min(self._pan, line.hidden) if line is not None else 0
         selection = self.text_selection
@@ -385,7 +430,7 @@ class Transcript(ScrollView, can_focus=True):
         style = palette.user if asked and mark == ASKED else palette.mark
         left = [Segment(" " * margin(width + 1), around), Segment(mark.ljust(GUTTER), inside + style)]
         if line is None:
-            return Strip(Segment.adjust_line_length(left, width, base), width)
+            return _blank(width, *left)
         fill_to = min(COLUMN - GUTTER, width - margin(width + 1) - GUTTER) if asked else line.fill_to
         layout = Layout(width, flow_y, pan, self._text_width, fill_to)
         if span is not None:
@@ -617,6 +662,16 @@ class Transcript(ScrollView, can_focus=True):
         if self._finding is not None:
             hints = [Hint("n", "next", "find(1)"), Hint("N", "previous", "find(-1)"), *hints]
         return [*(hints if self.views else []), Hint("Esc", "back", "screen.stop")]
+
+
+def _nothing() -> None:
+    """Take nothing."""
+
+
+@lru_cache(maxsize=64)
+def _blank(width: int, before: Segment, mark: Segment) -> Strip:
+    """Return the strip where there is no line: the same object, so that it is not drawn again."""
+    return Strip(Segment.adjust_line_length([before, mark], width, before.style), width)
 
 
 class Layout(NamedTuple):
