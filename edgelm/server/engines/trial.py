@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from edgelm.backends.kept_trials import Trial
@@ -47,7 +48,7 @@ async def try_when_idle(
         try:
             if await in_daemon_thread(lambda: is_due(cache)):
                 log.warning("idle: both engines are tried on this GPU, once")
-                trial = await in_daemon_thread(lambda wanted=wanted: make(cache, is_wanted=lambda: not wanted.is_set()))
+                trial = await in_daemon_thread(partial(_make, make, cache, wanted))
                 log.warning("%s, from the next load on", trial.line)
             return
         except NotWantedError:
@@ -58,6 +59,10 @@ async def try_when_idle(
         finally:
             wanted.set()  # also where this front ends
             watching.cancel()
+
+
+def _make(make: Callable[..., Trial], cache: Path, wanted: asyncio.Event) -> Trial:
+    return make(cache, is_wanted=lambda: not wanted.is_set())
 
 
 async def _note_request(table: EngineTable, wanted: asyncio.Event, poll_s: float) -> None:
