@@ -6,16 +6,18 @@ the result. Knows nothing of when a trial is due.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from edgelm.backends.kept_trials import DECODE, PROMPT, Speed, Trial, keep_trial, kept_trial
+from edgelm.backends.kept_trials import DECODE, PROMPT, MakeTrial, Speed, Trial, TrialEnded, keep_trial, kept_trial
 from edgelm.backends.questions import ask_cuda, ask_llama_build, ask_random_model
 from edgelm.base.config import Settings
 from edgelm.base.errors import EdgeLMError, GpuLoadError
+from edgelm.base.workers.child import Child, run_job
 from edgelm.base.workers.messages import Loading, Note, Result, Status
 from edgelm.base.workers.parent import Worker
 from edgelm.jobs.speed import BenchJob, SpeedTest
@@ -102,3 +104,12 @@ def _speed(
             return Speed(problem=error.message)
         worker.kill_group()
         return Speed(problem=f"it is not done after {LIMIT_S:.0f} s")
+
+
+def _answer(request: MakeTrial, child: Child) -> None:
+    due = trial_is_due(request.cache)
+    child.send(TrialEnded(make_trial(request.cache).line if due else ""))
+
+
+if __name__ == "__main__":
+    sys.exit(run_job({MakeTrial: _answer}))
