@@ -206,10 +206,10 @@ def predict(
         machine = MachineMemory(free_bytes=free, cores=usable_cores().physical, limit_bytes=limit)
         if choice.engine == "torch":
             beside, context = small.facts if small else None, cuda.context_bytes
-            planned = plan_for_torch(
+            footprint = plan_for_torch(
                 model.facts, beside, settings, machine, choice.device, context_bytes=context
             ).plan.footprint(choice.device)
-            return planned.with_bytes(context) if on_gpu else planned
+            return footprint.with_bytes(context) if on_gpu else footprint
         from edgelm.backends.llama.build import plan_context  # these import llama.cpp
         from edgelm.backends.llama.devices import llama_devices
 

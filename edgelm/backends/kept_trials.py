@@ -65,6 +65,20 @@ class Trial:
         return f"our own kernels: {ours}; llama.cpp: {theirs}; --engine auto takes {taken}"
 
 
+@dataclass(frozen=True, slots=True)
+class MakeTrial:
+    """Make a trial and keep it, if it is due; for the worker jobs/engine_trial.py."""
+
+    cache: Path
+
+
+@dataclass(frozen=True, slots=True)
+class TrialEnded:
+    """The trial is kept; `line` is empty where none was due."""
+
+    line: str
+
+
 def _words(speed: Speed) -> str:
     if speed.problem:
         return speed.problem

@@ -17,6 +17,8 @@ from edgelm.backends.questions import (
     FindCuda,
     LayOutContext,
     LlamaBuild,
+    WriteRandomModel,
+    WrittenModel,
 )
 from edgelm.base.machine.cuda import find_cuda
 from edgelm.base.workers.child import Child, answer_requests
@@ -77,6 +79,15 @@ def _describe_llama(_: DescribeLlama, child: Child) -> None:
     child.send(LlamaBuild(version, features, devices, BUILD.label, str(cpu_library), weight_buffers(), gpu_problem))
 
 
+def _write_random_model(request: WriteRandomModel, child: Child) -> None:
+    from gguf import GGMLQuantizationType as Quant
+
+    from edgelm.backends.llama.random_gguf import write_random_gguf
+
+    write_random_gguf(request.path, layers=8, width=4096, ffn=12288, kv_heads=8, quants=(Quant.Q4_K,))
+    child.send(WrittenModel())
+
+
 def _lay_out(request: LayOutContext, child: Child) -> None:
     buffers = _buffers(request.model, request.sequences, request.repack, request.rollback, request.heads)
     sizes = buffers(request.kv, request.context)
@@ -104,5 +115,6 @@ if __name__ == "__main__":
             FindCuda: lambda _, child: child.send(find_cuda()),
             DescribeLlama: _describe_llama,
             LayOutContext: _lay_out,
+            WriteRandomModel: _write_random_model,
         }
     )

@@ -58,6 +58,18 @@ class DescribeLlama:
 
 
 @dataclass(frozen=True, slots=True)
+class WriteRandomModel:
+    """Write a model of random weights for a trial of the engines; the reply is WrittenModel."""
+
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenModel:
+    """The file is there."""
+
+
+@dataclass(frozen=True, slots=True)
 class LlamaBuild:
     """The installed llama.cpp, and the features of this processor that it uses."""
 
@@ -107,6 +119,11 @@ def ask_llama_build() -> LlamaBuild:
     """Return the installed llama.cpp. Raises EdgeLMError if it cannot be loaded."""
     reply: LlamaBuild = _ask(DescribeLlama(), LlamaBuild)
     return reply
+
+
+def ask_random_model(path: Path) -> None:
+    """Write the model of the trial: layers of an 8B model, 0.9 GB in 4 bits. Raises EdgeLMError."""
+    _ask(WriteRandomModel(path), WrittenModel)
 
 
 def _ask(request: object, reply: type) -> Any:

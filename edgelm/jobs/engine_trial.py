@@ -6,22 +6,23 @@ the result. Knows nothing of when a trial is due.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from edgelm.backends.kept_trials import DECODE, PROMPT, Speed, Trial, keep_trial, kept_trial
-from edgelm.backends.questions import ask_cuda, ask_llama_build
+from edgelm.backends.kept_trials import DECODE, PROMPT, MakeTrial, Speed, Trial, TrialEnded, keep_trial, kept_trial
+from edgelm.backends.questions import ask_cuda, ask_llama_build, ask_random_model
 from edgelm.base.config import Settings
 from edgelm.base.errors import EdgeLMError, GpuLoadError
+from edgelm.base.workers.child import Child, run_job
 from edgelm.base.workers.messages import Loading, Note, Result, Status
 from edgelm.base.workers.parent import Worker
 from edgelm.jobs.speed import BenchJob, SpeedTest
 
 WORKER = "edgelm.jobs.worker"
-LAYERS, WIDTH, FFN, KV_HEADS = 8, 4096, 12288, 8  # layers of an 8B model: 0.9 GB in 4 bits
-SPACE_BYTES = 2 * 2**30  # that the disk must have for it
 LIMIT_S = 900.0  # for one engine: the first one compiles and checks its kernels
 POLL_S = 0.5
 TESTS = (SpeedTest(PROMPT, 0, 1), SpeedTest(0, DECODE, 1))
@@ -57,9 +58,9 @@ def make_trial(
     try:
         with TemporaryDirectory(prefix="trial-", dir=cache) as folder:
             path = Path(folder) / "trial.gguf"
-            _write_model(path)
+            ask_random_model(path)
             speeds = {
-                name: _speed(path, settings, lambda text, name=name: notify(f"{name}: {text}"), is_wanted, command)
+                name: _speed(path, settings, partial(_tell, notify, name), is_wanted, command)
                 for name, settings in ENGINES.items()
             }
     except OSError as error:
@@ -69,12 +70,8 @@ def make_trial(
     return trial
 
 
-def _write_model(path: Path) -> None:
-    from gguf import GGMLQuantizationType as Quant  # numpy and gguf take time: only a trial needs them
-
-    from edgelm.backends.llama.random_gguf import write_random_gguf
-
-    write_random_gguf(path, layers=LAYERS, width=WIDTH, ffn=FFN, kv_heads=KV_HEADS, quants=(Quant.Q4_K,))
+def _tell(notify: Notify, engine: str, text: str) -> None:
+    notify(f"{engine}: {text}")
 
 
 def _speed(
@@ -107,3 +104,12 @@ def _speed(
             return Speed(problem=error.message)
         worker.kill_group()
         return Speed(problem=f"it is not done after {LIMIT_S:.0f} s")
+
+
+def _answer(request: MakeTrial, child: Child) -> None:
+    due = trial_is_due(request.cache)
+    child.send(TrialEnded(make_trial(request.cache).line if due else ""))
+
+
+if __name__ == "__main__":
+    sys.exit(run_job({MakeTrial: _answer}))

@@ -1,36 +1,30 @@
 """The trial of both engines on a GPU, in the first idle minute of a front whose engines use that GPU.
 
-Owns when it begins and that it ends for a request. jobs/engine_trial.py measures.
+Owns when it begins and that it ends for a request. The worker jobs/engine_trial.py measures.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
-from edgelm.backends.kept_trials import Trial
+from edgelm.backends.kept_trials import MakeTrial, TrialEnded
 from edgelm.base.errors import EdgeLMError
 from edgelm.base.machine.gpu import has_torch
-from edgelm.base.workers.parent import in_daemon_thread
-from edgelm.jobs.engine_trial import NotWantedError, make_trial, trial_is_due
+from edgelm.base.workers.parent import Worker
 from edgelm.server.engines.table import EngineTable
 
+WORKER = "edgelm.jobs.engine_trial"
 IDLE_S = 60.0
 POLL_S = 5.0
+WATCH_S = 0.5
 
 log = logging.getLogger(__name__)
 
 
 async def try_when_idle(
-    table: EngineTable,
-    cache: Path,
-    *,
-    is_due: Callable[[Path], bool] = trial_is_due,
-    make: Callable[..., Trial] = make_trial,
-    idle_s: float = IDLE_S,
-    poll_s: float = POLL_S,
+    table: EngineTable, cache: Path, *, idle_s: float = IDLE_S, poll_s: float = POLL_S, command: tuple[str, ...] = ()
 ) -> None:
     """Make the trial once, when llama.cpp has used a GPU and nobody asks for anything for `idle_s`.
 
@@ -40,31 +34,30 @@ async def try_when_idle(
         return
     while True:
         await asyncio.sleep(poll_s)
-        if not _is_idle(table, idle_s):
-            continue
-        wanted = asyncio.Event()  # by a request
-        watching = asyncio.create_task(_note_request(table, wanted, poll_s / 10))
-        try:
-            if await in_daemon_thread(lambda: is_due(cache)):
-                log.warning("idle: both engines are tried on this GPU, once")
-                trial = await in_daemon_thread(lambda wanted=wanted: make(cache, is_wanted=lambda: not wanted.is_set()))
-                log.warning("%s, from the next load on", trial.line)
+        if _is_idle(table, idle_s) and await _try(table, cache, command):
             return
-        except NotWantedError:
-            continue
-        except EdgeLMError as error:
-            log.warning("the engines were not tried: %s", error)
-            return
-        finally:
-            wanted.set()  # also where this front ends
-            watching.cancel()
 
 
-async def _note_request(table: EngineTable, wanted: asyncio.Event, poll_s: float) -> None:
-    while not wanted.is_set():
-        await asyncio.sleep(poll_s)
-        if not all(slot.is_idle for slot in table.all_slots()):
-            wanted.set()
+async def _try(table: EngineTable, cache: Path, command: tuple[str, ...]) -> bool:
+    """Make the trial; return whether it came to its end."""
+    worker = Worker(WORKER, replies=(TrialEnded,), command=command)
+    try:
+        worker.send(MakeTrial(cache))
+        reply = asyncio.ensure_future(worker.areceive())
+        while not reply.done():
+            await asyncio.wait({reply}, timeout=WATCH_S)
+            if not all(slot.is_idle for slot in table.all_slots()):
+                reply.cancel()
+                return False
+        ended = reply.result()
+        if ended is not None and ended.line:
+            log.warning("both engines were tried on this GPU: %s, from the next load on", ended.line)
+    except EdgeLMError as error:
+        log.warning("the engines were not tried: %s", error)
+    finally:
+        worker.kill()
+        await worker.aclose()
+    return True
 
 
 def _is_idle(table: EngineTable, idle_s: float) -> bool:
