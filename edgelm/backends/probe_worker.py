@@ -15,12 +15,14 @@ from edgelm.backends.questions import (
     ChosenEngine,
     DescribeLlama,
     FindCuda,
+    KeepCheck,
     LayOutContext,
     LlamaBuild,
     WriteRandomModel,
-    WrittenModel,
+    Written,
 )
 from edgelm.base.machine.cuda import find_cuda
+from edgelm.base.places import own_places
 from edgelm.base.workers.child import Child, answer_requests
 from edgelm.base.workers.messages import Predict
 
@@ -85,7 +87,16 @@ def _write_random_model(request: WriteRandomModel, child: Child) -> None:
     from edgelm.backends.llama.random_gguf import write_random_gguf
 
     write_random_gguf(request.path, layers=8, width=4096, ffn=12288, kv_heads=8, quants=(Quant.Q4_K,))
-    child.send(WrittenModel())
+    child.send(Written())
+
+
+def _keep_check(request: KeepCheck, child: Child) -> None:
+    from edgelm.backends.model import open_model
+    from edgelm.backends.torch.kept_checks import keep_whole
+
+    with open_model(request.model) as model:
+        keep_whole(model, request.settings, request.modes, own_places().cache, request.verdict)
+    child.send(Written())
 
 
 def _lay_out(request: LayOutContext, child: Child) -> None:
@@ -115,6 +126,7 @@ if __name__ == "__main__":
             FindCuda: lambda _, child: child.send(find_cuda()),
             DescribeLlama: _describe_llama,
             LayOutContext: _lay_out,
+            KeepCheck: _keep_check,
             WriteRandomModel: _write_random_model,
         }
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from edgelm.backends.choice import Route
+from edgelm.backends.gpu_check import GpuVerdict
 from edgelm.backends.llama.memory import Buffers, BufferSource
 from edgelm.backends.llama.placement import Device
 from edgelm.base.config import Settings
@@ -58,14 +59,24 @@ class DescribeLlama:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepCheck:
+    """Keep the verdict of a whole check of a model's ops; the reply is Written."""
+
+    model: Path
+    settings: Settings
+    modes: tuple[str, ...]
+    verdict: GpuVerdict
+
+
+@dataclass(frozen=True, slots=True)
 class WriteRandomModel:
-    """Write a model of random weights for a trial of the engines; the reply is WrittenModel."""
+    """Write a model of random weights for a trial of the engines; the reply is Written."""
 
     path: Path
 
 
 @dataclass(frozen=True, slots=True)
-class WrittenModel:
+class Written:
     """The file is there."""
 
 
@@ -123,7 +134,12 @@ def ask_llama_build() -> LlamaBuild:
 
 def ask_random_model(path: Path) -> None:
     """Write the model of the trial: layers of an 8B model, 0.9 GB in 4 bits. Raises EdgeLMError."""
-    _ask(WriteRandomModel(path), WrittenModel)
+    _ask(WriteRandomModel(path), Written)
+
+
+def ask_to_keep(path: Path, settings: Settings, modes: tuple[str, ...], verdict: GpuVerdict) -> None:
+    """Keep the verdict of a whole check for the loads of this model. Raises EdgeLMError."""
+    _ask(KeepCheck(path, settings.without_keys, modes, verdict), Written)
 
 
 def _ask(request: object, reply: type) -> Any:

@@ -19,9 +19,7 @@ from edgelm import __version__
 from edgelm.backends.gpu_check import PDL, CheckGpu, GpuVerdict, Notify, OpVerdict, run_check
 from edgelm.backends.kept_trials import Trial
 from edgelm.backends.kept_verdicts import forget_problems
-from edgelm.backends.model import open_model
-from edgelm.backends.questions import ask_cuda, ask_llama_build
-from edgelm.backends.torch.kept_checks import keep_whole
+from edgelm.backends.questions import ask_cuda, ask_llama_build, ask_to_keep
 from edgelm.base.atomic import atomic_write
 from edgelm.base.config import Config, Settings, load_config
 from edgelm.base.errors import EdgeLMError
@@ -67,8 +65,7 @@ def check_gpu(
         if not verdict.problem:
             forget_problems(own_places().cache)
         if request.model is not None:
-            with open_model(request.model) as opened:
-                keep_whole(opened, settings, request.modes, own_places().cache, verdict)
+            ask_to_keep(request.model, settings, request.modes, verdict)
     for line in summary(verdict):
         console.print(escape(line), soft_wrap=True, highlight=False)
     if not state.problem and not verdict.problem and any(not device.shared for device in ask_llama_build().devices):
