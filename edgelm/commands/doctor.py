@@ -317,7 +317,8 @@ def _gpu(places: Places, engines: Engines) -> Finding:
         return Finding("GPU", "ok", f"{state.name}: {free}; {tuning(places, state.name)}")
     if not gpu and not state.name:
         return Finding("GPU", "ok", f"{state.problem}; models run on the processor")
-    name, reason, hint = gpu if gpu and gpu.problem else (gpu.name if gpu else state.name, state.problem, state.hint)
+    reason, hint = (gpu.problem, gpu.hint) if gpu and gpu.problem else (state.problem, state.hint)
+    name = gpu.name if gpu else state.name
     return Finding("GPU", "note", f"our own kernels do not use {name}: {reason}", hint)
 
 
