@@ -88,4 +88,4 @@ def _data_of(url: str, fetcher: PictureFetcher) -> bytes:
     kind = url.partition(":")[0][:20]
     if kind.lower() in PORTS:
         return fetcher.fetch(url)
-    raise RequestError(f"a picture's address begins with {kind!r}, and no file is read for a client", SEND)
+    raise RequestError(f"a picture's address begins with {kind!r}, and nothing is fetched for a client", SEND)

@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--warm", type=float, default=15, help="minutes that are not in the slope")
     args = parser.parse_args()
     model = args.model or real_model("smollm2")
-    with tempfile.TemporaryDirectory(prefix="edgelm-memory-") as folder:
+    with tempfile.TemporaryDirectory(prefix="edgelm-memory-", ignore_cleanup_errors=True) as folder:
         places = {f"EDGELM_{kind}_DIR": f"{folder}/{kind.lower()}" for kind in ("CONFIG", "DATA", "RUNTIME", "CACHE")}
         environment = os.environ | places | SMALL_CACHES | {"HF_HOME": f"{folder}/hf", "EDGELM_SPEC": "auto"}
         with serving(environment, model, "--threads", "1", "--ctx", "4096", log=Path(folder, "log")) as front:

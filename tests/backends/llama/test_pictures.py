@@ -177,7 +177,7 @@ async def test_one_model_that_does_not_see_names_those_that_do(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("https://example.com/cat.png", "nothing is fetched for a client"),
+        ("https://example.com/cat.png", "nothing is fetched from"),
         ("file:///etc/passwd", "nothing is fetched for a client"),
         ("data:image/png;base64,AAA", "base64 of a picture is damaged"),
         ("data:image/svg+xml;base64,PHN2Zy8+", "picture"),
