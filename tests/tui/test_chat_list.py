@@ -254,7 +254,8 @@ async def test_notices_leave_the_row_of_what_is_set_in_sight(open_chat: Open) ->
     async with open_chat((80, 24)) as chat:
         await chat.ready()
         await chat.ask("/params temperature=0.1")
-        await chat.ask("/nosuchcommand")
+        chat.prompt.put("/nosuchcommand")
+        await chat.press("enter")
         await chat.hears("there is no command")
         await chat.sees("there is no command", "temperature 0.1")
         assert "temperature 0.1" in chat.text.split("\n")[1]

@@ -56,9 +56,9 @@ def test_parsing_of_calls(text: str, call: tuple[str, str] | None) -> None:
 
 def test_beginnings_of_commands() -> None:
     assert find_command("q") is find_command("quit")
-    assert find_command("s") is None  # search, system, shorten or stats
+    assert find_command("s") is None  # search, system, shell, shorten or stats
     assert find_command("") is None
-    assert [command.name for command in complete("/s")] == ["search", "system", "shorten", "stats"]
+    assert [command.name for command in complete("/s")] == ["search", "system", "shell", "shorten", "stats"]
     assert complete("/s x") == []
     assert complete("s") == []
 
@@ -130,7 +130,7 @@ async def test_enter_runs_the_chosen_command(open_chat: Open) -> None:
         await chat.press("escape")
         await chat.type("/")
         await chat.sees("/search [WORDS]")
-        await chat.press("down", "down", "down", "down", "enter")
+        await chat.press("down", "down", "down", "down", "down", "enter")
         await chat.sees("System prompt")
         assert chat.endpoint.requests == []
 

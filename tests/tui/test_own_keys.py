@@ -130,7 +130,7 @@ async def test_own_keys_work_and_are_shown(open_own: OpenOwn) -> None:
         "quit": "",
         "new": "ctrl+q",
     }
-    async with open_own(own | {"message-copy": ["Y", "?"]}, size=(100, 60)) as chat:
+    async with open_own(own | {"message-copy": ["Y", "?"]}, size=(100, 90)) as chat:
         await chat.ready()
         await chat.sees("F12 help", "F12 shows every key")
         await chat.press("f1")

@@ -270,7 +270,7 @@ async def test_a_message_is_edited_and_answered_again(talk: Talk, endpoint: Fake
 
 
 async def test_knowledge_is_not_sent_elsewhere_without_a_person(
-    talk: Talk, endpoint: FakeEndpoint, tmp_path: Path
+    talk: Talk, endpoint: FakeEndpoint, tmp_path: Path, far: None
 ) -> None:
     endpoint.answers = ["yes"]
     (tmp_path / "cats.md").write_text("# Cats\n\nA cat sleeps 15 hours a day.\n")

@@ -17,6 +17,7 @@ from edgelm.chats.clipboard import clipboard_picture
 from edgelm.tui.transcript.picture_rows import half_blocks
 from tests.base.workers.test_pictures import png
 from tests.tui.conftest import Driver, Open
+from tests.tui.fake_endpoint import FakeEndpoint
 from tests.tui.test_files import has, paste
 
 HALF = "▀"
@@ -192,8 +193,13 @@ async def test_the_tokens_of_a_picture_are_counted(open_chat: Open, folder: Path
         await chat.ready()
         await chat.ask("/attach cat.png")
         await chat.sees("cat.png picture, ", ", 256 tokens", "3,840 of 4,096 left")
+
+
+async def test_the_tokens_of_a_picture_are_estimated_elsewhere(
+    open_chat: Open, folder: Path, endpoint: FakeEndpoint
+) -> None:
+    endpoint.is_edgelm = False
     async with open_chat() as chat:
-        chat.endpoint.is_edgelm = False
         await chat.ready()
         await chat.ask("/attach cat.png")
         await chat.sees("cat.png picture, ", ", ~300 tokens")

@@ -138,9 +138,9 @@ class FindBar(Horizontal):
         """Show the bar with the cursor in it."""
         self.add_class("-open")
         field = self.query_one(Input)
-        if words:
+        if words not in ("", field.value):
             field.value = words
-        elif field.value:
+        elif field.value:  # as in the chat that was open before
             self.post_message(self.Typed(field.value))
         field.focus()
 
