@@ -164,6 +164,7 @@ class Workspace:
         if chat is None or session is not self.session or session.chat != before or self.answer is not None:
             return  # it is compared again at the next look
         self._compared = session, version
+        chat.model = chat.model or before.model  # of a version that did not keep it
         is_longer = count > len(session.tree.messages) or chat.changed > before.changed
         if is_longer or any(getattr(chat, name) != getattr(before, name) for name in COMPARED):
             self._outdated = session

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from rich.text import Text
 from textual.widgets import Input, OptionList
@@ -247,3 +249,15 @@ async def test_own_changes_are_no_changes_of_another_window(open_chat: Open) -> 
         await one.ask("go on")
         await one.screen.workspace.look_elsewhere()
         assert not one.screen.workspace.is_outdated
+
+
+async def test_a_chat_without_its_model_is_not_changed_by_another_window(open_chat: Open) -> None:
+    async with open_chat() as one, open_chat() as other:
+        await one.ask("begin")
+        chat = replace(one.session.chat, model="")  # as a version that did not keep it
+        await other.ready()
+        await other.screen.workspace.read(lambda store: store.put_chat(chat))
+        await other.screen.workspace.open_chat(chat.id)
+        assert other.session.chat.model == "starter"
+        await other.screen.workspace.look_elsewhere()
+        assert not other.screen.workspace.is_outdated
