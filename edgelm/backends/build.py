@@ -77,7 +77,7 @@ def build(job: EngineJob, reports: Reports = LOGGED, places: Places | None = Non
         projector = eyes.path if eyes else None
         files = LlamaFiles(parts, require_gguf(draft).path if draft else None, adapters, projector)
         loaded = build_llama(job, facts, files, gpu=choice.device == "gpu", places=places, reports=reports)
-    unused_gpu = choice.unused_gpu or partly_used(loaded.engine.info.device, choice)
+    unused_gpu = choice.unused_gpu or partly_used(loaded.engine.info.device, choice, settings)
     if unused_gpu and not choice.unused_gpu:
         reports.warn(unused_gpu)
     loaded = replace(loaded, unused_gpu=unused_gpu)

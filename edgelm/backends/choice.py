@@ -98,9 +98,17 @@ def unused_gpu(choice: EngineChoice, settings: Settings, situation: Situation) -
     return f"{gpu.name} is not used: {reason}" + (f"; {hint}" if hint else "")
 
 
-def partly_used(device: str, choice: EngineChoice) -> str:
-    """Return the line about a model of which llama.cpp computes a part on the processor; empty: it does not."""
-    if choice.device != "gpu" or ("layers" not in device and device != "cpu"):
+def is_partial(device: str) -> bool:
+    """Return whether llama.cpp computes a part of a model on the processor, by its words about the device."""
+    return device == "cpu" or "layers" in device
+
+
+def partly_used(device: str, choice: EngineChoice, settings: Settings) -> str:
+    """Return the line about a model of which llama.cpp computes a part on the processor; empty: it does not.
+
+    Whoever places the parts is not told.
+    """
+    if choice.device != "gpu" or not is_partial(device) or _placing_flag(settings):
         return ""
     return f"the GPU has no room for the whole model: {device}, the processor computes the rest"
 
