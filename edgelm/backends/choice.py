@@ -84,8 +84,8 @@ def unused_gpu(choice: EngineChoice, settings: Settings, situation: Situation) -
 
     Whoever asks for the processor is not told.
     """
-    gpu, asked = situation.gpu, settings.device == "cpu" or settings.gpu_layers == "0"
-    if choice.device != "cpu" or asked or gpu is None:
+    gpu = situation.gpu
+    if choice.device != "cpu" or not may_be_told(settings) or gpu is None:
         return ""
     reason = gpu.problem or _cuda_problem(situation) or _needs_llama(settings, situation)
     hint = gpu.hint or situation.offload_problem or situation.offload_hint
@@ -236,6 +236,11 @@ def _check_lora(settings: Settings, situation: Situation) -> None:
     flag = "--engine torch" if settings.engine == "torch" else "--device cuda" if settings.device == "cuda" else ""
     if flag:
         raise EdgeLMError(f"{flag} has no --lora, only llama.cpp has it", f"omit {flag}, or merge the adapter: {merge}")
+
+
+def may_be_told(settings: Settings) -> bool:
+    """Return whether the settings leave it to us that a GPU is not used."""
+    return settings.device != "cpu" and settings.gpu_layers != "0"
 
 
 def may_go_without_cuda(settings: Settings) -> bool:
