@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from edgelm.base.errors import EdgeLMError
@@ -45,10 +46,8 @@ class Link:
     async def learn_gpu(self, model: str) -> None:
         """Learn once whether a GPU stands beside a model's engine and is not used."""
         if self._client is not None and model not in self.unused_gpu:
-            try:
+            with suppress(EdgeLMError):
                 self.unused_gpu[model] = await self._client.unused_gpu(model)
-            except EdgeLMError:  # such as of a key that may not see the engines: it is not asked again
-                self.unused_gpu[model] = ""
 
     async def client(self) -> Client:
         """Return the client; connect first if it is not connected."""

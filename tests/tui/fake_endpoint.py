@@ -87,8 +87,6 @@ class FakeEndpoint:
     stall_titles: bool = False
     cancelled_titles: int = 0
     unused_gpu: str = ""  # of its engines
-    refuse_engines: bool = False  # the key may not see them
-    engines_asked: int = 0
     busy: int = 0  # requests of others, as /edgelm/ps tells them
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # of the engine, by name
     watched: list[str] = field(default_factory=list)  # paths with which events were asked for
@@ -178,9 +176,6 @@ class FakeEndpoint:
         if unquote(path.removeprefix("/v1/models/")) in [*self.models, *self.other_names]:
             return 200, {"id": path, "object": "model"}
         if path == "/edgelm/ps" and self.is_edgelm:
-            self.engines_asked += 1
-            if self.refuse_engines:
-                return 403, {"error": {"message": "this key may not do that"}}
             state = {"state": "starting", "progress": self.loading[0]} if self.loading else {"state": "ready"}
             return 200, {"pid": 1, "models": [{"model": name, "error": None, "progress": None,
                                                "requests": self.busy, "unused_gpu": self.unused_gpu or None, **state}
