@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from edgelm.backends.choice import EngineChoice, Situation, choose_engine, may_go_without_cuda, partly_used
+from edgelm.backends.choice import EngineChoice, Situation, choose_engine, may_be_told, may_go_without_cuda, partly_used
 from edgelm.backends.kept_trials import kept_trial
 from edgelm.backends.llama.adapter import LlamaAdapter, find_adapters, with_adapters
 from edgelm.backends.llama.placement import Wish
@@ -77,7 +77,7 @@ def build(job: EngineJob, reports: Reports = LOGGED, places: Places | None = Non
         projector = eyes.path if eyes else None
         files = LlamaFiles(parts, require_gguf(draft).path if draft else None, adapters, projector)
         loaded = build_llama(job, facts, files, gpu=choice.device == "gpu", places=places, reports=reports)
-    unused_gpu = choice.unused_gpu or partly_used(loaded.engine.info.device, choice)
+    unused_gpu = choice.unused_gpu or partly_used(loaded.engine.info.device, choice, settings)
     if unused_gpu and not choice.unused_gpu:
         reports.warn(unused_gpu)
     loaded = replace(loaded, unused_gpu=unused_gpu)
@@ -255,9 +255,9 @@ def choose(
             kernel_problem = model.torch_problem("triton") or kept_problem(model, settings, own_places().cache)
             if not kernel_problem:
                 fit_problem = _fit_problem(model, draft_model, settings, cuda, least_context)
-    gpu = standing_gpu()
+    gpu = standing_gpu() if may_be_told(settings) else None  # nvidia-smi takes up to a second
     devices = llama_devices() if model.gguf is not None else ()
-    trial = None if cuda.problem else kept_trial(own_places().cache)
+    trial = kept_trial(own_places().cache) if devices and not cuda.problem else None
     choice = choose_engine(
         settings,
         Situation(

@@ -84,8 +84,8 @@ def unused_gpu(choice: EngineChoice, settings: Settings, situation: Situation) -
 
     Whoever asks for the processor is not told.
     """
-    gpu, asked = situation.gpu, settings.device == "cpu" or settings.gpu_layers == "0"
-    if choice.device != "cpu" or asked or gpu is None:
+    gpu = situation.gpu
+    if choice.device != "cpu" or not may_be_told(settings) or gpu is None:
         return ""
     reason = gpu.problem or _cuda_problem(situation) or _needs_llama(settings, situation)
     hint = gpu.hint or situation.offload_problem or situation.offload_hint
@@ -98,9 +98,17 @@ def unused_gpu(choice: EngineChoice, settings: Settings, situation: Situation) -
     return f"{gpu.name} is not used: {reason}" + (f"; {hint}" if hint else "")
 
 
-def partly_used(device: str, choice: EngineChoice) -> str:
-    """Return the line about a model of which llama.cpp computes a part on the processor; empty: it does not."""
-    if choice.device != "gpu" or ("layers" not in device and device != "cpu"):
+def is_partial(device: str) -> bool:
+    """Return whether llama.cpp computes a part of a model on the processor, by its words about the device."""
+    return device == "cpu" or "layers" in device
+
+
+def partly_used(device: str, choice: EngineChoice, settings: Settings) -> str:
+    """Return the line about a model of which llama.cpp computes a part on the processor; empty: it does not.
+
+    Whoever places the parts is not told.
+    """
+    if choice.device != "gpu" or not is_partial(device) or _placing_flag(settings):
         return ""
     return f"the GPU has no room for the whole model: {device}, the processor computes the rest"
 
@@ -228,6 +236,11 @@ def _check_lora(settings: Settings, situation: Situation) -> None:
     flag = "--engine torch" if settings.engine == "torch" else "--device cuda" if settings.device == "cuda" else ""
     if flag:
         raise EdgeLMError(f"{flag} has no --lora, only llama.cpp has it", f"omit {flag}, or merge the adapter: {merge}")
+
+
+def may_be_told(settings: Settings) -> bool:
+    """Return whether the settings leave it to us that a GPU is not used."""
+    return settings.device != "cpu" and settings.gpu_layers != "0"
 
 
 def may_go_without_cuda(settings: Settings) -> bool:

@@ -6,7 +6,6 @@ Owns the file, its key and the comparison. jobs/engine_trial.py measures. Import
 from __future__ import annotations
 
 import hashlib
-import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -22,7 +21,6 @@ FORMAT = 1  # of the file, and of what is measured
 PACKAGES = ("torch", "triton", "edgelm-llama-cuda", "edgelm-llama-vulkan")
 PROMPT, DECODE = 512, 128  # tokens of a usual request
 MAX_FILE_BYTES = 2**16
-FAILED_S = 24 * 3600.0  # a trial that failed is made again after that
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +59,10 @@ class Trial:
     def line(self) -> str:
         """The result for a person."""
         ours, theirs = (_words(speed) for speed in (self.torch, self.llama))
-        taken = "our own kernels" if self.faster == "torch" else "llama.cpp"
-        return f"our own kernels: {ours}; llama.cpp: {theirs}; --engine auto takes {taken}"
-
-
-@dataclass(frozen=True, slots=True)
-class MakeTrial:
-    """Make a trial and keep it, if it is due; for the worker jobs/engine_trial.py."""
-
-    cache: Path
-
-
-@dataclass(frozen=True, slots=True)
-class TrialEnded:
-    """The trial is kept; `line` is empty where none was due."""
-
-    line: str
+        found = f"our own kernels: {ours}; llama.cpp: {theirs}"
+        if self.failed:
+            return f"{found}; that is no comparison, and --engine auto chooses as before"
+        return f"{found}; --engine auto takes {'our own kernels' if self.faster == 'torch' else 'llama.cpp'}"
 
 
 def _words(speed: Speed) -> str:
@@ -86,19 +72,18 @@ def _words(speed: Speed) -> str:
 
 
 def kept_trial(cache: Path) -> Trial | None:
-    """Return the trial that was made with this GPU, driver and packages; None: there is none, or an old failure."""
+    """Return the trial that was made with this GPU, driver and packages; None: there is none."""
     document = read_json(_file(cache), MAX_FILE_BYTES)
     try:
-        trial = Trial(Speed(**document["torch"]), Speed(**document["llama"]))
-        age_s = time.time() - document["made_at"]
+        return Trial(Speed(**document["torch"]), Speed(**document["llama"]))
     except (KeyError, TypeError):
         return None
-    return None if trial.failed and not 0 <= age_s < FAILED_S else trial
 
 
 def keep_trial(cache: Path, trial: Trial) -> None:
-    """Keep a trial for this GPU, driver and packages."""
-    atomic_json(_file(cache), asdict(trial) | {"made_at": time.time()})
+    """Keep a trial for this GPU, driver and packages, unless an engine failed: memory may have been short just then."""
+    if not trial.failed:
+        atomic_json(_file(cache), asdict(trial))
 
 
 def _file(cache: Path) -> Path:

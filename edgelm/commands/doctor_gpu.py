@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from edgelm import __version__
 from edgelm.backends.gpu_check import PDL, CheckGpu, GpuVerdict, Notify, OpVerdict, run_check
 from edgelm.backends.kept_trials import Trial
 from edgelm.backends.kept_verdicts import forget_problems
+from edgelm.backends.llama.placement import Device
 from edgelm.backends.questions import ask_cuda, ask_llama_build, ask_to_keep
 from edgelm.base.atomic import atomic_write
 from edgelm.base.config import Config, Settings, load_config
@@ -40,6 +41,7 @@ def check_gpu(
     out: str | None,
     run: Run = run_check,
     try_engines: Callable[[Path, Callable[[str], None]], Trial] = make_trial,
+    devices: Callable[[], Sequence[Device]] = lambda: ask_llama_build().devices,
 ) -> int:
     """Run the check, print it and write the report; return the exit code: 1 if something is wrong.
 
@@ -68,11 +70,12 @@ def check_gpu(
             ask_to_keep(request.model, settings, request.modes, verdict)
     for line in summary(verdict):
         console.print(escape(line), soft_wrap=True, highlight=False)
-    if not state.problem and not verdict.problem and any(not device.shared for device in ask_llama_build().devices):
-        trial = try_engines(own_places().cache, notify)
+    if not state.problem and not verdict.problem:
+        line = _try(lambda: try_engines(own_places().cache, notify), devices)
         if shows:
             sys.stdout.write("\r\x1b[K")
-        console.print(escape(trial.line), soft_wrap=True, highlight=False)
+        if line:
+            console.print(escape(line), soft_wrap=True, highlight=False)
     path = Path(out or REPORT)
     text = FOLDER.sub("(a folder)/", "\n".join(report(verdict, request)))
     try:
@@ -81,6 +84,14 @@ def check_gpu(
         raise EdgeLMError(f"{path} cannot be written: {error.strerror}", "name another file with --out") from None
     console.print(escape(f"the report is in {path}: attach it when you report a problem"), soft_wrap=True)
     return 1 if verdict.problem or verdict.wrong else 0
+
+
+def _try(make: Callable[[], Trial], devices: Callable[[], Sequence[Device]]) -> str:
+    """Return the line about a trial of both engines; empty: llama.cpp has no GPU. The report is written in any case."""
+    try:
+        return make().line if any(not device.shared for device in devices()) else ""
+    except EdgeLMError as error:
+        return f"both engines were not tried: {error.message}"
 
 
 def _request(model: str | None, config: Config) -> tuple[CheckGpu, Settings]:

@@ -27,7 +27,6 @@ from edgelm.server.access import Rules, is_loopback
 from edgelm.server.engines.memory import Machine
 from edgelm.server.engines.process import Launcher
 from edgelm.server.engines.table import EngineTable
-from edgelm.server.engines.trial import try_when_idle
 from edgelm.server.front import Front, front_app
 from edgelm.server.half_close import HalfCloseProtocol
 from edgelm.server.keys import Key, Keys, check_secret, read_key_file
@@ -172,11 +171,9 @@ async def _serve(
         if options.until_unused:
             watch = loop.create_task(wait_unused(table, agents, settings.idle_timeout))
             watch.add_done_callback(lambda done: None if done.cancelled() else stop(None))
-        trying = loop.create_task(try_when_idle(table, config.places.cache))
         announce()
         gc.freeze()  # full collections look at what requests make only
         await server.serve(sockets=listeners)
-        trying.cancel()
         for task in endings:
             await task
         for task in telling:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from edgelm.backends.choice import EngineChoice, Situation, choose_engine
+from edgelm.backends.choice import EngineChoice, Situation, choose_engine, partly_used
 from edgelm.base.config import Settings
 from edgelm.base.errors import EdgeLMError, ModelError
 from edgelm.base.machine.gpu import CudaState, StandingGpu
@@ -212,3 +212,22 @@ def test_each_way_says_why_it_is_not_taken() -> None:
     assert "`edgelm doctor --gpu` makes it" in first.reason
     first, second, third = choose_engine(Settings(), replace(UNUSED, torch_problem="no mamba")).routes
     assert (first.reason, second.reason, third.taken) == ("no mamba", ALONE, True)
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "told"),
+    [
+        ("CUDA0, 20 of 33 layers", {}, "CUDA0, 20 of 33 layers, the processor computes the rest"),
+        ("cpu", {}, "no room for the whole model"),
+        ("Vulkan0, experts of 9 layers on cpu", {"gpu_layers": "all"}, ""),
+        ("CUDA0 + CUDA1", {}, ""),
+        ("CUDA0, 20 of 33 layers", {"gpu_layers": "20"}, ""),  # the user's own choice
+        ("CUDA0, experts of 9 layers on cpu", {"n_cpu_moe": "9"}, ""),
+        ("cpu", {"device": "cpu"}, ""),
+    ],
+)
+def test_a_model_that_is_partly_on_the_gpu_says_so(device: str, settings: dict[str, object], told: str) -> None:
+    own = Settings(**settings)  # type: ignore[arg-type]
+    line = partly_used(device, choose_engine(own, BOTH), own)
+    assert told in line
+    assert bool(told) == bool(line)

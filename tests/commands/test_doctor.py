@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from edgelm.backends import tuned
+from edgelm.backends.gpu_check import GpuVerdict, OpVerdict
+from edgelm.backends.kept_trials import Speed, Trial
 from edgelm.backends.llama.placement import Device
 from edgelm.backends.questions import LlamaBuild
-from edgelm.base.errors import EngineError
+from edgelm.base.errors import EdgeLMError, EngineError
 from edgelm.base.machine.facts import MachineFacts
 from edgelm.base.machine.gpu import CudaState
 from edgelm.base.places import Places
-from edgelm.commands import doctor
+from edgelm.commands import doctor, doctor_gpu
 from edgelm.commands.doctor_engines import Engines
 
 
@@ -190,3 +194,46 @@ def test_how_to_upgrade_is_judged_by_the_installation(prefix: str, checkout: str
 )
 def test_models_on_a_drive_of_windows(release: str, folder: str, state: str | None) -> None:
     assert [finding.state for finding in doctor.wsl_findings(release, [Path(folder)])] == ([state] if state else [])
+
+
+# -- doctor --gpu ------------------------------------------------------------------------------------------------------
+
+CARD = Device("CUDA0", "NVIDIA GeForce RTX 3060", 12 * 2**30, 11 * 2**30)
+TRIAL = Trial(torch=Speed(2000, 60), llama=Speed(1500, 50))
+
+
+def no_trial(*_: object) -> Trial:
+    raise EdgeLMError("the trial of the engines cannot be made: No space left on device", "free some space")
+
+
+def no_llama() -> tuple[Device, ...]:
+    raise EngineError("llama.cpp is not installed")
+
+
+@pytest.mark.parametrize(
+    ("devices", "make", "line"),
+    [
+        (lambda: (CARD,), lambda *_: TRIAL, "--engine auto takes our own kernels\n"),
+        (lambda: (), no_trial, None),
+        (lambda: (replace(CARD, shared=True),), no_trial, None),
+        (lambda: (CARD,), no_trial, "both engines were not tried: the trial of the engines cannot be made: No space"),
+        (no_llama, no_trial, "both engines were not tried: llama.cpp is not installed\n"),
+    ],
+    ids=["tried", "no GPU of llama.cpp", "in the processor", "no space", "no llama.cpp"],
+)
+@pytest.mark.usefixtures("places")
+def test_the_check_of_a_gpu_tries_both_engines_and_writes_its_report_in_any_case(
+    devices: Callable[[], tuple[Device, ...]],
+    make: Callable[..., Trial],
+    line: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(doctor_gpu, "ask_cuda", lambda: CudaState("", "", "GPU X", 2**33, 2**33))
+    out = tmp_path / "report.txt"
+    verdict = GpuVerdict("GPU X", verdicts=(OpVerdict("norm", "64, 1 row"),))
+    assert doctor_gpu.check_gpu(None, str(out), lambda *_: verdict, make, devices) == 0
+    said = capsys.readouterr().out
+    assert "✓ norm" in out.read_text()
+    assert line in said if line else "tried" not in said and "--engine auto" not in said

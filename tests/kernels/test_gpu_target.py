@@ -48,7 +48,9 @@ def test_products_of_sm_90_are_not_pipelined_by_a_triton_with_faults(
     assert gpu_target.stages_of_products(3) == stages
 
 
-@pytest.mark.parametrize(("capability", "hbm"), [(80, True), (86, False), (89, False), (90, True), (120, False)])
+@pytest.mark.parametrize(
+    ("capability", "hbm"), [(80, True), (86, False), (89, False), (90, True), (100, True), (120, False)]
+)
 def test_which_gpus_have_hbm(monkeypatch: pytest.MonkeyPatch, capability: int, hbm: bool) -> None:
     from triton.runtime import driver
 

@@ -86,6 +86,7 @@ class FakeEndpoint:
     title: str = ""  # for requests that do not stream
     stall_titles: bool = False
     cancelled_titles: int = 0
+    unused_gpu: str = ""  # of its engines
     busy: int = 0  # requests of others, as /edgelm/ps tells them
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # of the engine, by name
     watched: list[str] = field(default_factory=list)  # paths with which events were asked for
@@ -177,7 +178,7 @@ class FakeEndpoint:
         if path == "/edgelm/ps" and self.is_edgelm:
             state = {"state": "starting", "progress": self.loading[0]} if self.loading else {"state": "ready"}
             return 200, {"pid": 1, "models": [{"model": name, "error": None, "progress": None,
-                                               "requests": self.busy, **state}
+                                               "requests": self.busy, "unused_gpu": self.unused_gpu or None, **state}
                                               for name in self.models]}  # fmt: skip
         return 404, {"error": {"message": f"there is nothing at {path}", "code": "not_found"}}
 

@@ -341,3 +341,19 @@ async def test_a_model_path_is_requested_even_if_the_endpoint_does_not_list_it(o
             await chat.answered()
             assert chat.endpoint.requests[-1]["model"] == path
             await chat.sees(path.rpartition("/")[2])
+
+
+GPU = "NVIDIA GeForce RTX 3060 is not used: triton is not installed; type: pipx inject edgelm edgelm-llama-cuda"
+
+
+async def test_a_gpu_that_is_not_used_is_told_once_and_stays_in_the_row_of_state(
+    open_chat: Open, endpoint: FakeEndpoint
+) -> None:
+    endpoint.unused_gpu = GPU
+    async with open_chat(size=(160, 32)) as chat:
+        await chat.ready()
+        await chat.ask("hello")
+        await chat.hears(GPU)
+        await chat.sees("hello", GPU[:60])  # the row has no room for its end
+        await chat.ask("again")
+        assert [GPU in note.message for note in chat.app._notifications].count(True) == 1

@@ -78,6 +78,11 @@ def talk(endpoint: FakeEndpoint, tmp_path: Path) -> Talk:
     return run
 
 
+async def test_a_gpu_that_is_not_used_is_one_line_once(talk: Talk, endpoint: FakeEndpoint) -> None:
+    endpoint.unused_gpu = "NVIDIA GeForce RTX 3060 is not used: triton is not installed"
+    assert (await talk("hello", "again", "/quit")).count(endpoint.unused_gpu) == 1
+
+
 def saved_messages(folder: Path) -> list[Message]:
     """Return the messages of the newest chat."""
     store = Store(folder / "chats.db")

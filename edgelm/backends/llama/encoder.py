@@ -64,7 +64,7 @@ class EncoderExecutor:
         self._model = model
         self._info = ExecutorInfo(
             engine="llama",
-            device="cpu",
+            device=model.placement.describe(model.num_layers),
             num_vocab=model.num_vocab,
             context=context,
             capacity=context,

@@ -47,10 +47,14 @@ def find_cuda(driver_files: tuple[str, ...] = DRIVER_FILES) -> CudaState:
 def _name_the_freest_first() -> None:
     """Let CUDA count the GPU with the most free memory as the first, unless the user has ordered them.
 
-    It has no effect where CUDA has begun in this process. llama.cpp still sees all of them.
+    Of different ones CUDA's own first is the fastest: another may have more memory and be too old. It has no effect
+    where CUDA has begun in this process. llama.cpp still sees all of them.
     """
+    if VISIBLE in os.environ:
+        return
     gpus = nvidia_gpus()
-    if VISIBLE not in os.environ and len(gpus) > 1 and all(gpu.uuid and not gpu.mig for gpu in gpus):
+    alike = len({gpu.name for gpu in gpus}) == 1 and all(gpu.uuid and not gpu.mig for gpu in gpus)
+    if len(gpus) > 1 and alike:
         ordered = sorted(gpus, key=lambda gpu: -gpu.free_bytes)
         os.environ[VISIBLE] = ",".join(gpu.uuid for gpu in ordered)
 

@@ -66,7 +66,12 @@ class StandingGpu(NamedTuple):
 
 
 def standing_gpu(root: Path = Path("/")) -> StandingGpu | None:
-    """Return the graphics card with memory of its own in this machine, whatever its driver; None: there is none."""
+    """Return the graphics card with memory of its own in this machine, whatever its driver; None: there is none.
+
+    One that the user hides from CUDA is none.
+    """
+    if os.environ.get(VISIBLE, "0").strip() in ("", "-1"):
+        return None
     if gpus := nvidia_gpus():
         return StandingGpu(", ".join(dict.fromkeys(gpu.name for gpu in gpus)))
     for card in sorted((root / "sys/bus/pci/devices").glob("*")):

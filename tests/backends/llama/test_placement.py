@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 
 from edgelm.backends.llama import build as build_module
 from edgelm.backends.llama.devices import llama_devices
+from edgelm.backends.llama.encoder import EncoderExecutor
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.memory import LlamaMemory
 from edgelm.backends.llama.model import DeviceMemoryError, LlamaModel
@@ -288,3 +291,10 @@ def test_a_fixed_number_of_layers_is_not_changed(dense: Path) -> None:
     with pytest.raises(DeviceMemoryError):
         build_module._first_that_loads(fails_until(2, tried), memory.from_placement("f16", CONTEXT))
     assert tried == [3]
+
+
+def test_a_model_for_vectors_tells_its_own_place() -> None:
+    model: Any = SimpleNamespace(placement=Placement(("CUDA0",), (3,)), num_layers=2, num_vocab=5)
+    assert EncoderExecutor(model, 512).info.device == "CUDA0"
+    model.placement = Placement()
+    assert EncoderExecutor(model, 512).info.device == "cpu"

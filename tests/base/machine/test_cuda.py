@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from edgelm.backends.questions import ask_cuda
 from edgelm.base.machine import cuda
 from edgelm.base.machine.cuda import find_cuda
+from edgelm.base.machine.gpu import Gpu
 
 
 @pytest.fixture
@@ -118,3 +120,32 @@ def test_a_driver_that_torch_cannot_use(
 
 def test_a_process_without_torch_can_ask() -> None:
     assert ask_cuda().problem == find_cuda().problem
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "order"),
+    [
+        (["A 5 GPU-1", "A 9 GPU-2"], None, "GPU-2,GPU-1"),
+        (["A 9 GPU-1", "A 5 GPU-2"], None, "GPU-1,GPU-2"),
+        (["A 5 GPU-1", "B 9 GPU-2"], None, None),  # the other may be older than Ampere
+        (["A 5 GPU-1", "A 9 GPU-2"], "1", "1"),
+        (["A 5 GPU-1", "A 9 "], None, None),
+        (["A 5 GPU-1"], None, None),
+        ([], None, None),
+    ],
+)
+def test_of_two_equal_gpus_the_freer_one_is_the_first(
+    driver: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, gpus: list[str], visible: str | None, order: str | None
+) -> None:
+    def parsed(line: str) -> Gpu:
+        name, free, uuid = line.split(" ")
+        return Gpu(name, 10, int(free), "580", uuid)
+
+    mock_gpu(monkeypatch, (8, 6))
+    monkeypatch.setattr(cuda, "context_bytes", lambda: 0)
+    monkeypatch.setattr(cuda, "nvidia_gpus", lambda: [parsed(line) for line in gpus])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")  # so that it is as before after this test
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert not find_cuda(driver).problem
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == order

@@ -64,6 +64,17 @@ def test_a_card_without_a_driver_is_seen_on_the_bus(
     assert standing_gpu(tmp_path) == found
 
 
+@pytest.mark.parametrize(("visible", "stands"), [(None, True), ("0", True), ("", False), ("-1", False)])
+def test_a_gpu_that_the_user_hides_does_not_stand_here(
+    visible: str | None, stands: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "nvidia_gpus", lambda: [Gpu("A", 1, 1), Gpu("B", 1, 1), Gpu("A", 1, 1)])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert standing_gpu(tmp_path) == (StandingGpu("A, B") if stands else None)
+
+
 @pytest.mark.parametrize(("visible", "names"), [(None, "AB"), ("1", "B"), ("GPU-a", "A"), ("", ""), ("1,0", "AB")])
 def test_only_visible_gpus_are_ours(visible: str | None, names: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "nvidia_gpus", lambda: [Gpu("A", 1, 1, "", "GPU-a1"), Gpu("B", 1, 1, "", "GPU-b2")])

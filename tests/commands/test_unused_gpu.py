@@ -1,0 +1,78 @@
+"""A GPU that stands in the machine and is not used: `run`, `eval`, `serve` and `ps` say so in one line.
+
+The GPU is a `nvidia-smi` that lists one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.server.harness import LIMIT_S, serving, until
+from tests.tiny import write_tiny
+
+LINE = "NVIDIA GeForce RTX 3060 is not used: --engine llama, and this llama.cpp computes on the processor only; "
+TOOL = """#!/bin/sh
+echo asked >> {calls}
+echo 'NVIDIA GeForce RTX 3060, 580.65.06, 12288, 11000, GPU-1a, [N/A]'
+"""
+
+
+@pytest.fixture
+def environment(server_environment: dict[str, str], tmp_path: Path) -> dict[str, str]:
+    folder = tmp_path / "driver"
+    folder.mkdir()
+    tool = folder / "nvidia-smi"
+    tool.write_text(TOOL.format(calls=folder / "calls"))
+    tool.chmod(0o755)
+    server_environment.pop("CUDA_VISIBLE_DEVICES", None)
+    path = f"{folder}{os.pathsep}{server_environment.get('PATH', '')}"
+    return server_environment | {"PATH": path, "EDGELM_ENGINE": "llama", "EDGELM_RUNTIME_DIR": str(tmp_path / "run")}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_tiny(tmp_path / "tiny.gguf", context=512)
+
+
+def edgelm(environment: dict[str, str], *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "edgelm", *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+def test_the_log_of_serve_and_ps_say_it(environment: dict[str, str], model: Path, tmp_path: Path) -> None:
+    log = tmp_path / "front.log"
+    with serving(environment, model, log=log) as front:
+        assert front.chat(max_tokens=2).status_code == 200
+        assert front.ps("tiny")["unused_gpu"].startswith(LINE)
+        shown = edgelm(environment, "ps")
+        assert shown.returncode == 0, shown.stderr
+        assert shown.stdout.count(f"tiny: {LINE}") == 1
+        state = json.loads(edgelm(environment, "ps", "--json").stdout)
+        assert state["models"][0]["unused_gpu"].startswith(LINE)
+        until("the log has the line", lambda: LINE in log.read_text())
+        assert log.read_text().count(LINE) == 1
+
+
+@pytest.mark.parametrize("asked", [[], ["--device", "cpu"]], ids=["auto", "the user's choice"])
+def test_run_says_it_unless_the_user_asked_for_the_processor(
+    environment: dict[str, str], model: Path, asked: list[str]
+) -> None:
+    done = edgelm(environment, "run", model, "hello", "--raw", "--max-tokens", "2", *asked)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(LINE) == (not asked)
+    if asked:
+        assert not Path(environment["PATH"].split(os.pathsep)[0], "calls").exists(), "the driver's tool takes time"
+
+
+def test_eval_says_it(environment: dict[str, str], model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a little girl. " * 40)
+    done = edgelm(environment, "eval", model, text)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(LINE) == 1
