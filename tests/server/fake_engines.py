@@ -64,6 +64,7 @@ class FakeProcess:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.progress: float | None = None
+        self.doing = ""
         self.info: Ready | None = None
         self.cuda_problem = ""
         self.client = httpx2.AsyncClient(verify=False)  # it makes no connection, and certificates take 20 ms to read
