@@ -15,11 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from textual import _ansi_sequences
+from textual import _ansi_sequences, on
 from textual.app import App
 from textual.binding import Binding, BindingType
 from textual.command import DiscoveryHit, Hit, Hits, Provider
 from textual.content import Content
+from textual.driver import Driver
 from textual.keys import Keys
 from textual.screen import Screen
 from textual.theme import Theme
@@ -198,6 +199,11 @@ class ChatApp(App[None], inherit_bindings=False):
         # A terminal of 16 colours shows a theme of 16 million badly.
         if not self.is_headless and self.console.color_system in (None, "standard"):
             self.theme = "ansi-dark"
+
+    @on(Driver.SignalResume)
+    def _draw_again(self) -> None:
+        """Draw all after `fg`: the screen is empty then, and Textual would draw only what changes."""
+        self.refresh(layout=True)
 
     def _fatal_error(self) -> None:
         """Log the exception. Textual's own method prints it with the values of all variables: texts of the chats."""

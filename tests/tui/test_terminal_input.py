@@ -6,9 +6,12 @@ from collections.abc import Iterable
 
 import pytest
 from textual import events
+from textual._compositor import LayoutUpdate
 from textual._xterm_parser import XTermParser
+from textual.drivers.linux_driver import LinuxDriver
 
 from edgelm.tui.terminal_input import InputParser
+from tests.tui.conftest import Open
 
 
 def keys(found: Iterable[object]) -> list[str]:
@@ -95,3 +98,12 @@ def test_newlines_in_a_paste_stay_in_their_place(newline: str, step: int) -> Non
     data = f"one{newline}two{newline}{newline}three\x1b[201~y"
     reads = [data[i : i + step] for i in range(0, len(data), step)]
     assert read("x\x1b[200~", *reads) == ["x", "[one\ntwo\n\nthree]", "y"]
+
+
+async def test_all_is_drawn_again_after_fg(open_chat: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_chat() as chat:
+        await chat.ask("q")
+        drawn: list[object] = []
+        monkeypatch.setattr(chat.app, "_display", lambda screen, update: drawn.append(update))
+        chat.app.post_message(LinuxDriver.SignalResume())  # what the driver sends when the process goes on
+        await chat.until(lambda: any(isinstance(update, LayoutUpdate) for update in drawn), "the whole screen")
