@@ -171,7 +171,7 @@ def test_each_key_sees_its_own_requests_alone(front: Front) -> None:
 
     def write() -> None:
         asked = {"prompt": "the", "n_predict": 4000, "stream": True} | ENDLESS
-        with front.http.stream("POST", "/completion", json=asked) as answer:
+        with front.http.stream("POST", "/completion", json=asked, headers={"prefer": "wait"}) as answer:
             for _ in answer.iter_lines():
                 if left.is_set():
                     return
