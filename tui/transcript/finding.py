@@ -138,7 +138,7 @@ class FindBar(Horizontal):
         """Show the bar with the cursor in it."""
         self.add_class("-open")
         field = self.query_one(Input)
-        if words:
+        if words and words != field.value:
             field.value = words
         elif field.value:
             self.post_message(self.Typed(field.value))
