@@ -58,6 +58,23 @@ def test_decoration_is_not_found() -> None:
     assert [[tuple(piece) for piece in match] for match in Finding("model").matches(lines)] == [[(0, 7, 12)]]
 
 
+async def test_the_same_words_are_found_again(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        chat.endpoint.answers = ["A whale."]
+        await chat.ask("first")
+        await chat.ask("/find whale")
+        await chat.sees("in 1 message")
+        await chat.press("escape", "ctrl+n")
+        await chat.ask("/find whale")
+        await chat.sees("not found")
+        await chat.press("escape")
+        await chat.press("ctrl+f", "down", "enter")
+        await chat.sees("A whale.")
+        await chat.ask("/find whale")
+        await chat.sees("in 1 message")
+        await chat.until(lambda: here(chat) == "whale", "it is tinted")
+
+
 async def test_find_goes_to_each_place_and_around(open_chat: Open) -> None:
     async with open_chat() as chat:
         chat.endpoint.answers = [
