@@ -26,6 +26,7 @@ from edgelm.backends.torch import build
 from edgelm.backends.torch import executor as executors
 from edgelm.backends.torch.executor import TorchExecutor
 from edgelm.backends.torch.graphs import Graphs
+from edgelm.backends.torch.memory import SMALL_STEP
 from edgelm.backends.torch.sampler import DeviceSampler
 from edgelm.base.config import Settings
 from edgelm.base.errors import EdgeLMError
@@ -103,7 +104,7 @@ def graphs_of_more_than(most: int) -> Iterator[None]:
 
 def make(decoder: Decoder) -> dict[str, Any]:
     """Make an executor and run a step with it; return what became of it."""
-    executor = build._executor(decoder, SETTINGS, Option("f16", CONTEXT, 0, 0, 0, fits=True), "m")
+    executor = build._executor(decoder, SETTINGS, Option("f16", CONTEXT, 0, 0, 0, fits=True), "m", SMALL_STEP)
     seq = Sequence(0, [5], 1, SamplingParams())
     step = Step((Chunk(seq, 0, [5], 1, (0,)),))
     executor.forward(step)

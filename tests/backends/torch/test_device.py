@@ -23,6 +23,7 @@ from edgelm.backends.torch.executor import TorchExecutor
 from edgelm.backends.torch.failures import OutOfMemoryError
 from edgelm.backends.torch.graph_sizes import SIZES
 from edgelm.backends.torch.graphs import Graphs
+from edgelm.backends.torch.memory import SMALL_STEP
 from edgelm.backends.torch.sampler import DeviceSampler
 from edgelm.base.config import Settings
 from edgelm.base.errors import EngineError, ModelError
@@ -313,7 +314,7 @@ def test_less_context_if_memory_is_short(decoder: Decoder, monkeypatch: pytest.M
     memory = Memory(700, monkeypatch)
     gc.disable()  # the memory must be free without the garbage collector
     try:
-        executor = build._executor(decoder, Settings(parallel=2), option(2048), "m")
+        executor = build._executor(decoder, Settings(parallel=2), option(2048), "m", SMALL_STEP)
     finally:
         gc.enable()
     assert executor.info.context == 512
@@ -323,13 +324,13 @@ def test_less_context_if_memory_is_short(decoder: Decoder, monkeypatch: pytest.M
 def test_a_requested_context_is_not_made_smaller(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     Memory(700, monkeypatch)
     with pytest.raises(ModelError, match="m and 2,048 tokens of context do not fit"):
-        build._executor(decoder, Settings(parallel=2, ctx=2048), option(2048), "m")
+        build._executor(decoder, Settings(parallel=2, ctx=2048), option(2048), "m", SMALL_STEP)
 
 
 def test_a_context_below_the_minimum_is_refused(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     Memory(32, monkeypatch)
     with pytest.raises(ModelError, match="512 tokens of context do not fit"):
-        build._executor(decoder, Settings(parallel=2), option(2048), "m")
+        build._executor(decoder, Settings(parallel=2), option(2048), "m", SMALL_STEP)
 
 
 def test_a_gpu_failure_is_no_lack_of_memory(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +342,7 @@ def test_a_gpu_failure_is_no_lack_of_memory(decoder: Decoder, monkeypatch: pytes
 
     monkeypatch.setattr(executors, "allocate", fail)
     with pytest.raises(EngineError, match="the GPU failed: CUDA error: an illegal memory access was encountered;"):
-        build._executor(decoder, Settings(parallel=2), option(2048), "m")
+        build._executor(decoder, Settings(parallel=2), option(2048), "m", SMALL_STEP)
     assert len(attempts) == 1
 
 
