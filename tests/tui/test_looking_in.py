@@ -98,6 +98,7 @@ async def test_the_inspector_leaves_room_for_the_chat(open_chat: Open, endpoint:
     endpoint.events = [("engine", ENGINE), *STEPS]
     async with open_chat(size) as chat:
         await chat.ask("sort")
+        await chat.sees("stable")  # a screen that shrinks before would show the answer from its top
         await chat.press("f6")
         await chat.sees("pivot", "stable", "Message")
 

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from rich.cells import cell_len
@@ -113,6 +113,7 @@ def test_a_table_is_not_broken_inside_of_words_and_numbers() -> None:
 
 
 @settings(max_examples=EXAMPLES)
+@example("$$\\$$", 40)
 @given(SOURCES, st.integers(4, 120))
 def test_no_line_is_wider_than_the_screen_where_there_is_room(source: str, width: int) -> None:
     for row in Document(source).rows:

@@ -194,6 +194,8 @@ class _Reader:
         return {"-": "−", "'": "′", "~": " "}.get(part, " " if part.isspace() else part)
 
     def _command(self, name: str) -> _Piece:
+        if not name:  # a backslash at the end
+            raise _UnknownError
         if letter := _SYMBOLS.get(name) or (_greek(name) if name not in _SYMBOLS else ""):
             return self._letter(letter) if letter.isalpha() or letter in "∂∇" else letter
         if name in _FUNCTIONS:
