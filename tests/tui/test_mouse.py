@@ -46,9 +46,9 @@ async def click(chat: Driver, words: str, row: int | None = None) -> None:
     def rows() -> list[int]:
         return [i for i, line in enumerate(chat.text.split("\n")) if words in line and row in (None, i)]
 
-    await chat.until(rows, words)
     picture = ""
-    while picture != chat.text:  # other hints may come and go before it
+    while picture != chat.text or not rows():  # a list scrolls, other hints come and go before it
+        await chat.until(rows, words)
         picture = chat.text
         await chat.pilot.pause(0.05)
     place = max(rows())

@@ -49,13 +49,13 @@ async def test_dialogs_are_used_with_the_mouse(open_chat: Open) -> None:
         await chat.until(lambda: chat.session.chat.sampling == {"seed": 7}, "the parameters")
 
         await ask(chat, "/theme", PickScreen)
-        await click(chat, "flexoki")
-        await chat.until(lambda: chat.app.theme == "flexoki", "the theme")
+        await click(chat, "nord")
+        await chat.until(lambda: chat.app.theme == "nord", "the theme")
 
         await ask(chat, "/theme", PickScreen)
         await click(chat, "Enter keeps")
         await closed(chat)
-        assert chat.app.theme == "flexoki"
+        assert chat.app.theme == "nord"
 
         await chat.ask("And now?")
         await ask(chat, "/shorten", ShortenScreen)
