@@ -137,7 +137,7 @@ def test_programs_of_others_get_answers(front: Front) -> None:
     chunks = one.chat.completions.create(model="smollm2", messages=messages, max_tokens=40, temperature=0, stream=True)  # type: ignore[call-overload]
     assert "Berlin" in "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     two = anthropic.Anthropic(base_url=front.address, api_key="none")
-    message = two.messages.create(model="smollm2", messages=messages, max_tokens=40, temperature=0)  # type: ignore[arg-type]
+    message = two.messages.create(model="smollm2", messages=messages, max_tokens=40, extra_body={"temperature": 0})  # type: ignore[arg-type]
     assert "Berlin" in "".join(block.text for block in message.content if block.type == "text")
     three = huggingface_hub.InferenceClient(base_url=front.address)
     reply = three.chat_completion(messages, model="smollm2", max_tokens=40, temperature=0)
