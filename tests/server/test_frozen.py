@@ -17,7 +17,7 @@ from edgelm.server.engines import process as engine_process
 from edgelm.server.engines.process import FROZEN_S, TICK_S, processor_s, until_frozen
 from edgelm.server.engines.slots import EngineSlot
 from tests.server.fake_engines import LONG_S, Launches, model_called
-from tests.server.harness import Front, serving, until
+from tests.server.harness import ENDLESS, Front, serving, until
 from tests.server.virtual_time import VirtualLoop
 
 
@@ -166,7 +166,7 @@ def test_the_processor_time_of_this_process(tmp_path: Path) -> None:
 def test_a_stopped_engine_is_ended(own: dict[str, str], models: Path, tmp_path: Path) -> None:
     """SIGSTOP in the middle of a stream: its client is told, ps shows it, and the next request has a new engine."""
     with serving(own, models / "long.gguf", log=tmp_path / "log", module="tests.server.impatient_front") as front:
-        events = front.events("long", max_tokens=20_000)
+        events = front.events("long", max_tokens=20_000, **ENDLESS)
         next(events)
         pid = front.ps("long")["pid"]
         os.kill(pid, signal.SIGSTOP)

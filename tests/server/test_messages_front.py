@@ -13,7 +13,7 @@ import anthropic
 import pytest
 from anthropic.types import Message, TextBlock, ToolUseBlock
 
-from tests.server.harness import LIMIT_S, Front, serving
+from tests.server.harness import ENDLESS, LIMIT_S, Front, serving
 
 MODEL = "starter"
 CACHE: Any = {"cache_control": {"type": "ephemeral"}}
@@ -234,7 +234,7 @@ def test_keys_and_a_model_that_is_not_there_yet(own: dict[str, str], tmp_path: P
 
 
 def test_an_engine_that_dies_is_an_error_of_the_stream(front: Front, client: anthropic.Anthropic) -> None:
-    stream = client.messages.create(model="long", messages=HELLO, max_tokens=20_000, stream=True)
+    stream = client.messages.create(model="long", messages=HELLO, max_tokens=20_000, stream=True, extra_body=ENDLESS)
     assert next(iter(stream)).type == "message_start"
     os.kill(front.ps("long")["pid"], signal.SIGKILL)
     with pytest.raises(anthropic.APIStatusError) as caught:
