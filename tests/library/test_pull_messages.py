@@ -143,7 +143,7 @@ def test_an_unknown_architecture_is_refused_by_its_first_bytes(
     size = 40_000_000
     names = [f"m-Q4_0-{i:05d}-of-{shards:05d}.gguf" for i in range(1, shards + 1)] if shards > 1 else [FILE]
     server.add(NAME, {name: gguf("flux", size) for name in names})
-    server.rate = 4e6  # slow enough that most of it would still come
+    server.rate = 4e5  # it would take 100 s: on a busy machine a process may take some to read what came
     message = refusal(puller)
     assert message.startswith(f"{NAME} has the architecture flux, which llama.cpp here does not know; choose a GGUF")
     assert server.sent_bytes() < size / 4
