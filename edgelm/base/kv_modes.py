@@ -31,7 +31,7 @@ class KVMode:
     scale_per_head: bool = False  # torch: one scale a head instead of one for 32 numbers
 
 
-# The most exact first, as measured: docs/results/eval-kv-2026-11-21.txt, eval-kv-2026-11-27.txt.
+# The most exact first, as measured: docs/results/eval-kv-2026-11-21.txt, eval-kv-2026-11-28.txt.
 _TABLE = (
     KVMode("f16", "16-bit floats", 16, 16, LlamaKV("F16", "F16", flash=False), torch=True),
     KVMode("k8v16", "8-bit keys, 16-bit values", 8, 16, LlamaKV("Q8_0", "F16", flash=False), torch=False),
