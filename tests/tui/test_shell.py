@@ -278,6 +278,15 @@ async def test_escape_twice_ends_a_command_that_ignores_it(open_chat: Open) -> N
         assert await is_gone(int(written("pid")))
 
 
+async def test_the_end_of_the_chat_ends_a_command(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.type("!trap '' TERM; echo $$ >pid; while :; do sleep 1; done")
+        await chat.press("enter")
+        await chat.until(lambda: written("pid"), "it runs")
+    assert await is_gone(int(written("pid")))
+
+
 @pytest.mark.parametrize("turns", range(12))
 async def test_a_command_that_is_cancelled_at_once_leaves_nothing(turns: int) -> None:
     num_files = num_open()
