@@ -90,7 +90,8 @@ reused) and `shared` (one that several conversations begin with); in memory `sna
 ## Pictures
 
 `data:` addresses are read, in the form that each API has. Pictures of `http(s)` addresses are fetched from the hosts of
-`edgelm serve --picture-host NAME` only, without following redirects; a private address must be named itself.
+`edgelm serve --picture-host NAME` only, without following redirects; a private address must be named itself,
+with a port that is not the usual one.
 
 ## Request ids
 

@@ -163,6 +163,11 @@ class Answers:
                 with suppress(WorkerError):
                     await worker.wait()
 
+    async def wait(self, chat_id: int) -> None:
+        """Wait until the answer of a chat has ended by itself."""
+        if (entry := self._running.get(chat_id)) is not None:
+            await entry[1].wait()
+
     async def _write(self, answer: Answer, named: str, remembered: str) -> None:
         try:
             await _write_answer(self, self._link, self._reader, answer, (named, remembered), self._watcher)

@@ -312,7 +312,9 @@ class ChatPane(Vertical):
 
     @on(Prompt.Typed)
     def _typed(self, event: Prompt.Typed) -> None:
-        if not self.prompt.is_shell and self._picker.typed():
+        if self.prompt.is_shell:
+            self._picker.leave()
+        elif self._picker.typed():
             return
         self._completion.update("!" if self.prompt.is_shell else event.text)
         self._note_completion()
@@ -378,6 +380,14 @@ class ChatPane(Vertical):
         else:
             self.prompt.focus()
             self.prompt.action_list_files()
+
+    def add_output(self, output: Attachment) -> None:
+        """Attach the output of a command to the new message, also while another one is edited."""
+        if self.editing is None:
+            self.files.add(output)
+        else:
+            text, attachments = self._set_aside
+            self._set_aside = (text, (*attachments, output))
 
     @on(Prompt.Taken)
     def _file_taken(self) -> None:

@@ -157,7 +157,7 @@ class ChatScreen(Screen[None]):
             self.app.theme = theme
         if settings.get("drafts"):
             self.view.show_drafts(True)
-        if not prompt.text and settings.get("draft"):
+        if not prompt.text and not prompt.is_shell and settings.get("draft"):
             prompt.put(settings["draft"])
         self.view.show_chats()
         self.view.show_model()
@@ -325,6 +325,7 @@ class ChatScreen(Screen[None]):
     def _ran(self, event: Prompt.Ran) -> None:
         if self._shell is not None and self._shell.is_running:
             self.notify("a command is running; Esc stops it", severity="warning")
+            self.pane.prompt.give_back_command(event.command)
         elif event.command.strip():
             self.pane.prompt.ran.add(event.command)
             self._shell = self._run_shell(event.command)
@@ -334,13 +335,13 @@ class ChatScreen(Screen[None]):
         """Run a command in the user's shell, and attach its output."""
         from edgelm.tui.prompt.shell import run_shell
 
-        activity = f"running {' '.join(command.split())[:20]}; Esc stops it"
+        activity, chat = f"running {' '.join(command.split())[:20]}; Esc stops it", self.workspace.session.chat
         try:
             output = await self._face.wait(activity, run_shell(command, own_environment()))
         except EdgeLMError as error:
             self.view.complain(error)
         else:
-            self.view.add(output)
+            self.view.add_output(output, chat)
 
     @work(group="send")
     async def _check_and_send(self, typed: str, session: Session) -> None:

@@ -128,7 +128,11 @@ class ScreenFace:
         self.view.add(attachment)
 
     async def propose(self, text: str) -> None:
-        self.view.put_prompt(f"/{text}" if text.startswith("/") else text)  # // begins a message with a slash
+        text = f"/{text}" if text.startswith("/") else text  # // begins a message with a slash
+        self.view.put_prompt(text + self.view.prompt_text)  # which was typed meanwhile
+
+    async def copy(self, text: str) -> None:
+        self.view.copy(text)
 
     async def attach_clipboard(self) -> None:
         await self.view.attach_clipboard()

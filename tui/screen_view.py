@@ -10,7 +10,7 @@ from textual.screen import Screen
 
 from edgelm.base.errors import EdgeLMError
 from edgelm.chats.attachments import Attachment
-from edgelm.chats.history import Message
+from edgelm.chats.history import Chat, Message
 from edgelm.chats.store import ChatsError
 from edgelm.client.answer_stream import stats_from_json
 from edgelm.tui.inspector.panel import InspectorPanel
@@ -44,6 +44,7 @@ class ScreenView:
         self._status = status
         self._inspector = inspector
         self._told = {""}  # lines about the GPU
+        self._outputs: dict[int, list[Attachment]] = {}  # of commands, by the chat that they began in
         self.shows_drafts = False
         self.better_model = ""  # that suits this machine; empty: not known
 
@@ -59,6 +60,8 @@ class ScreenView:
         workspace = self._workspace
         self._pane.show(workspace.session, workspace.answer, workspace.drafted)
         self.show_around()
+        for output in self._outputs.pop(workspace.session.chat.id, ()):
+            self._pane.add_output(output)
 
     def update_chat(self, selected: int | None = None) -> None:
         """Show the open chat's branch in its present state without scrolling; select a message if one is given."""
@@ -105,6 +108,15 @@ class ScreenView:
         """Attach a text to the message being written."""
         self._pane.files.add(attachment)
 
+    def add_output(self, output: Attachment, chat: Chat) -> None:
+        """Attach the output of a command in the chat that it began in, now or when that is opened again."""
+        if chat.id == self._workspace.session.chat.id or chat.id not in self._workspace.chats:  # no chat yet
+            self._pane.add_output(output)
+        else:
+            self._outputs.setdefault(chat.id, []).append(output)
+            words = f"{output.name} has ended: its output waits in {chat.title}"
+            self._screen.notify(clean(words), markup=False)
+
     async def attach_clipboard(self) -> None:
         """Attach the picture on the clipboard. Raises EdgeLMError."""
         await self._pane.files.add_clipboard()
@@ -116,10 +128,11 @@ class ScreenView:
     def prompt_text(self) -> str:
         return self._pane.prompt.text
 
-    def begin_shell(self) -> None:
-        """Let the text in the prompt be a command for the shell."""
-        self._pane.prompt.begin_shell()
+    def begin_shell(self) -> bool:
+        """Let what is typed be a command for the shell; return False where a message is in the prompt."""
+        has_begun = self._pane.prompt.begin_shell()
         self.focus_prompt()
+        return has_begun
 
     def put_prompt(self, text: str) -> None:
         """Replace the text in the prompt."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from textual import events
 from textual._time import get_time
 from textual._xterm_parser import XTermParser
 from textual.drivers import linux_driver
@@ -48,6 +49,14 @@ class InputParser(XTermParser):
             repaired = repaired[1:] if repaired.startswith("\x1b") else _NOTHING + repaired
         self._has_escape = repaired.endswith("\x1b") and not self._is_pasting
         return super().feed(repaired) if repaired else ()
+
+    def _sequence_to_key_events(self, sequence: str, alt: bool = False) -> Iterable[events.Key]:
+        """Name an Alt also before punctuation and Enter: it may be Esc and the next key in one read."""
+        for event in super()._sequence_to_key_events(sequence, alt):
+            name = "enter" if sequence == "\x1b\r" else event.key
+            if (alt or name != event.key) and not name.startswith("alt+"):
+                event = events.Key(f"alt+{name}", event.character)
+            yield event
 
     def tick(self) -> Iterable[Message]:
         """Give up an answer that does not end, besides what Textual does at regular intervals."""

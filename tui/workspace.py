@@ -326,6 +326,11 @@ class Workspace:
         """Return the answer that is being written in the open chat."""
         return self.answers.of_chat(self.session.chat.id)
 
+    def require_open(self, session: Session) -> None:
+        """Raise RequestError where what comes now is for another chat than the open one."""
+        if session.chat.id != self.session.chat.id:
+            raise RequestError("another chat was opened meanwhile: nothing is put into it", "ask for it again")
+
     def require_no_answer(self) -> None:
         """Raise RequestError while an answer is written in the open chat."""
         if self.answer is not None:

@@ -1,4 +1,4 @@
-"""The picture on the clipboard, as a program of the desktop gives it: terminals themselves paste only text.
+"""The clipboard, by a program of the desktop: for pictures, and for a text where a terminal gets no control characters.
 
 Owns which programs are asked. Over ssh they have no clipboard, or that of the other machine.
 """
@@ -18,8 +18,26 @@ PROGRAMS = (
     ("xclip", "-selection", "clipboard", "-target", "image/png", "-out"),  # X11
     ("osascript", "-e", "get the clipboard as «class PNGf»"),  # macOS
 )
+COPIERS = (("wl-copy",), ("xclip", "-selection", "clipboard"), ("pbcopy",))
 LIMIT_S = 5.0
 _HEX = re.compile(rb"\xc2\xabdata PNGf([0-9A-F]+)\xc2\xbb\s*")  # how osascript prints it
+
+
+def copy_text(text: str) -> None:
+    """Put a text on the clipboard. Raises RequestError."""
+    quiet = subprocess.DEVNULL  # some stay in the background with what they were given, as long as it is not replaced
+    for program in COPIERS:
+        if which(program[0]):
+            try:
+                done = subprocess.run(
+                    program, input=text.encode(), stdout=quiet, stderr=quiet, timeout=LIMIT_S, check=False
+                )
+            except (OSError, subprocess.TimeoutExpired):
+                continue
+            if done.returncode == 0:
+                return
+    names = ", ".join(program[0] for program in COPIERS)
+    raise RequestError(f"nothing here copies: none of {names} works", "/code NUMBER FILE saves code, /export the chat")
 
 
 def clipboard_picture(number: int) -> Attachment:

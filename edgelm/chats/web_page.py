@@ -1,42 +1,41 @@
-"""A page of the web as an attachment: text only, of public addresses only.
+"""A page of the web as an attachment: text only, of public addresses only, within a time.
 
-Owns which addresses may be asked: each name is resolved once, a name with an address that is not public is refused, and
-the connection goes to that address, again for each redirect. No proxy is used, no cookie and no login is sent.
+Owns which words of a message are addresses, and the limit of time. A worker, web_worker.py, fetches the page and makes
+text of it: neither a server that drips nor a page that is slow to parse goes on behind the limit.
 """
 
 from __future__ import annotations
 
 import asyncio
-import http.client
-import ipaddress
 import re
-import socket
-import ssl
-import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from html.parser import HTMLParser
-from urllib.parse import quote, urljoin, urlsplit, urlunsplit
+from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from edgelm.base.errors import RequestError
-from edgelm.base.workers.parent import in_daemon_thread
+from edgelm.base.workers.parent import Worker
 from edgelm.chats.attachments import Attachment
-from edgelm.chats.knowledge.secret_files import holds_key
 from edgelm.chats.printable import printable
-from edgelm.chats.tools.results import plain_text
 
 LIMIT_S = 20.0
-MAX_BYTES = 2 * 2**20
-MAX_REDIRECTS = 5
-CHUNK = 2**16
+HINT = "open it in a browser, and paste its text"
+PORTS = {"http": 80, "https": 443}
 _URL = re.compile(r"https?://[^\s<>\"'`]+", re.IGNORECASE)
-_TEXTS = re.compile(r"text/|application/((.+\+)?(json|xml)|javascript|x-yaml|toml)(;|$)")
-_PUBLIC_V6 = ipaddress.ip_network("2000::/3")  # without mapped, translated, private and local ones
-_TUNNELS = tuple(map(ipaddress.ip_network, ("2002::/16", "2001::/32")))  # these hold an IPv4 address
 _PAIRS = (("(", ")"), ("[", "]"), ("{", "}"))
-_HINT = "open it in a browser, and paste its text"
 
-Resolve = Callable[[str, int], str]
+
+@dataclass(frozen=True, slots=True)
+class FetchPage:
+    """Fetch the page at an address."""
+
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class PageText:
+    """The text of a page; `size` is that of the page, in bytes."""
+
+    text: str
+    size: int
 
 
 def urls_in(text: str) -> list[str]:
@@ -51,58 +50,26 @@ def is_url(text: str) -> bool:
 
 
 def host_of(url: str) -> str:
-    """Return the name of a page's server, for a question to the user."""
+    """Return the name of a page's server, with a port that is not the usual one, for a question to the user."""
     return _host(url) or printable(url)
 
 
-def public_address(host: str, port: int) -> str:
-    """Resolve a name once; return its address, if all that it has are public. Raises RequestError."""
+async def fetched(url: str, limit_s: float = LIMIT_S, command: tuple[str, ...] = ()) -> Attachment:
+    """Return the text of a page; `command` replaces that of the worker. Raises EdgeLMError."""
+    worker = Worker(
+        "edgelm.chats.web_worker", replies=(PageText,), errors=(RequestError,), grace_s=0.0, command=command
+    )
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        raise RequestError(f"{host} is not found", "correct the address") from None
-    addresses = [str(entry[4][0]).partition("%")[0] for entry in found]
-    for address in addresses:
-        if not is_public(address):
-            raise RequestError(f"{host} is {address}, which is not a public address: it is not fetched", _HINT)
-    return addresses[0]
-
-
-def is_public(address: str) -> bool:
-    """Tell whether an address is one of the Internet, and no other in disguise."""
-    ip = ipaddress.ip_address(address)
-    if isinstance(ip, ipaddress.IPv6Address) and (ip not in _PUBLIC_V6 or any(ip in tunnel for tunnel in _TUNNELS)):
-        return False
-    return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_unspecified or ip.is_link_local)
-
-
-def fetch_page(url: str, resolve: Resolve = public_address, limit_s: float = LIMIT_S) -> Attachment:
-    """Return the text of a page. It blocks. Raises RequestError."""
-    until = time.monotonic() + limit_s
-    asked = url
-    try:
-        for _ in range(MAX_REDIRECTS + 1):
-            redirect, data, content_type = _get(asked, resolve, until)
-            if not redirect:
-                return _attachment(url, asked, data, content_type)
-            target = urljoin(asked, redirect)
-            if asked.lower().startswith("https:") and not target.lower().startswith("https:"):
-                raise RequestError(f"{host_of(url)} leads to a page without encryption: it is not fetched", _HINT)
-            asked = target
+        async with asyncio.timeout(limit_s):
+            worker.send(FetchPage(url))
+            page: PageText | None = await worker.areceive()
+            if page is None:
+                raise RequestError(f"{host_of(url)} cannot be fetched: the process {(await worker.aexit()).how}", HINT)
     except TimeoutError:
-        raise RequestError(f"{host_of(asked)} did not answer within {limit_s:g} s", _HINT) from None
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise RequestError(f"{host_of(asked)} cannot be fetched: {printable(str(error))}", _HINT) from None
-    raise RequestError(f"{host_of(url)} leads from page to page, more than {MAX_REDIRECTS} times", _HINT)
-
-
-async def fetched(url: str) -> Attachment:
-    """Return the text of a page. Raises RequestError."""
-    try:
-        async with asyncio.timeout(LIMIT_S + 1.0):  # a name may be looked up for longer
-            return await in_daemon_thread(lambda: fetch_page(url))
-    except TimeoutError:
-        raise RequestError(f"{host_of(url)} did not answer within {LIMIT_S:g} s", _HINT) from None
+        raise RequestError(f"{host_of(url)} did not answer within {limit_s:g} s", HINT) from None
+    finally:
+        await worker.aclose()
+    return Attachment(kind="text", name=printable(url), text=page.text, size=page.size)
 
 
 def _without_stop(url: str) -> str:
@@ -113,139 +80,11 @@ def _without_stop(url: str) -> str:
 
 
 def _host(url: str) -> str:
+    """Return host and port; empty where it is no address."""
     try:
-        return printable(urlsplit(url).hostname or "")
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
     except ValueError:
         return ""
-
-
-def _get(url: str, resolve: Resolve, until: float) -> tuple[str, bytes, str]:
-    """Ask for one address; return where it redirects to, or the body and its type."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise RequestError(f"{printable(url)} is no address of a page", "give one with https://")
-    if parts.username is not None:
-        raise RequestError(f"the address of {host_of(url)} has a login in it: it is not fetched", _HINT)
-    host = parts.hostname.encode("idna").decode() if not parts.hostname.isascii() else parts.hostname
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    connection = _Connection(host, port, resolve(host, port), until, is_secure=parts.scheme == "https")
-    path = quote(urlunsplit(("", "", parts.path or "/", parts.query, "")), safe="/?&=%:;,+@!$'()*~-._[]|")
-    with ExitStack() as stack:
-        stack.callback(connection.close)
-        connection.request("GET", path, headers={
-            "Accept": "text/html, text/*, application/json;q=0.9", "Accept-Encoding": "identity",
-            "User-Agent": "edgelm", "Connection": "close",
-        })  # fmt: skip
-        response = stack.enter_context(connection.getresponse())
-        if response.status in (301, 302, 303, 307, 308) and (location := response.getheader("Location")):
-            return location, b"", ""
-        if response.status != 200:
-            raise RequestError(f"{host} answers {response.status} {printable(response.reason)}".strip(), _HINT)
-        content_type = (response.getheader("Content-Type") or "text/plain").lower()
-        if not _TEXTS.match(content_type):
-            raise RequestError(f"the page is {printable(content_type)}, not text: it is not attached", _HINT)
-        data = bytearray()
-        while chunk := response.read1(CHUNK):
-            data += chunk
-            connection.check_time()
-            if len(data) > MAX_BYTES:
-                raise RequestError(f"the page is larger than {MAX_BYTES // 2**20} MiB", _HINT)
-        return "", bytes(data), content_type
-
-
-class _Connection(http.client.HTTPConnection):
-    """A connection to one address, whatever its name would be resolved to now."""
-
-    def __init__(self, host: str, port: int, address: str, until: float, *, is_secure: bool) -> None:
-        super().__init__(host, port)
-        self.default_port = 443 if is_secure else 80
-        self._address = address
-        self._until = until
-        self._is_secure = is_secure
-
-    def connect(self) -> None:
-        self.sock = socket.create_connection((self._address, self.port), self._left())
-        if self._is_secure:
-            self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)
-
-    def check_time(self) -> None:
-        """Raise TimeoutError at the end of the time; until then no read waits longer."""
-        left = self._left()
-        if self.sock is not None:
-            self.sock.settimeout(left)
-
-    def _left(self) -> float:
-        left = self._until - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        return left
-
-
-def _attachment(url: str, asked: str, data: bytes, content_type: str) -> Attachment:
-    charset = re.search(r"charset=[\"']?([\w.:-]+)", content_type)
-    is_html = "html" in content_type
-    if charset is None and is_html:
-        charset = re.search(
-            r"<meta[^>]+charset=[\"']?([\w.:-]+)", data[:2048].decode("ascii", "replace"), re.IGNORECASE
-        )
-    try:
-        text = data.decode(charset[1] if charset else "utf-8", "replace")
-    except LookupError:
-        text = data.decode("utf-8", "replace")
-    text = plain_text(page_text(text) if is_html else text).strip()
-    if not text:
-        raise RequestError(f"{host_of(asked)} has no text: the page may need a browser", _HINT)
-    if holds_key(text):
-        raise RequestError("the page holds a private key: it is not attached", _HINT)
-    return Attachment(kind="text", name=printable(url), text=f"{text}\n", size=len(data))
-
-
-_SKIPPED = frozenset("script style noscript template svg head iframe object nav".split())
-_BLOCKS = frozenset(
-    "p div br li ul ol dl dt dd tr table h1 h2 h3 h4 h5 h6 section article header footer aside main blockquote pre hr"
-    " figure figcaption details summary".split()
-)
-_MARKS = {"li": "- ", **{f"h{level}": "#" * level + " " for level in range(1, 7)}}
-
-
-class _PageText(HTMLParser):
-    """The visible text: a line a block, with the marks of headings and lists."""
-
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.parts: list[str] = []
-        self._skipped: list[str] = []
-        self._num_pre = 0
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        if tag == "body":  # the end of a head may be left out
-            self._skipped.clear()
-        if tag in _SKIPPED:
-            self._skipped.append(tag)
-        if self._skipped:
-            return
-        if tag in _BLOCKS:
-            self.parts.append("\n\n" if tag in ("p", "pre", "table", "ul", "ol") or tag[0] == "h" else "\n")
-        self.parts.append(_MARKS.get(tag, " | " if tag in ("td", "th") else ""))
-        self._num_pre += tag == "pre"
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in self._skipped:
-            while self._skipped.pop() != tag:
-                pass
-        elif not self._skipped and tag in _BLOCKS:
-            self.parts.append("\n")
-            self._num_pre -= tag == "pre" and self._num_pre > 0
-
-    def handle_data(self, data: str) -> None:
-        if not self._skipped:
-            self.parts.append(data if self._num_pre else re.sub(r"\s+", " ", data))
-
-
-def page_text(html: str) -> str:
-    """Return the visible text of a page."""
-    parser = _PageText()
-    parser.feed(html)
-    parser.close()
-    lines = (line.rstrip() for line in "".join(parser.parts).split("\n"))
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
+    shown = f"[{host}]" if ":" in host else host
+    return printable(shown if not host or port in (None, PORTS.get(parts.scheme)) else f"{shown}:{port}")

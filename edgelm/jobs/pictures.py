@@ -11,19 +11,21 @@ import binascii
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from edgelm.backends.model import LoadedModel
 from edgelm.base.config import Settings
 from edgelm.base.errors import NotSeenError, RequestError
 from edgelm.base.workers.parent import in_daemon_thread
 from edgelm.engine.core import PicturePart, PictureSpan, in_prompt
-from edgelm.jobs.picture_fetch import PORTS, SEND, PictureFetcher
+from edgelm.jobs.picture_fetch import SEND, PictureFetcher
 from edgelm.jobs.request import too_long
 from edgelm.text.pictures import PICTURE, name_of, names_in, picture_urls, with_marks
 from edgelm.text.prompt_token_cache import Prompt
 from edgelm.text.template import Message
 
 _DATA = re.compile(r"data:(?:image/[\w.+-]+|application/octet-stream)?(?:;[\w.+-]+=[^;,]*)*;base64,", re.IGNORECASE)
+_ELSEWHERE = re.compile("https?:", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,31 +63,31 @@ async def read_pictures(
     if loaded.pictures is None:
         raise NotSeenError("this model reads no images", "use one that does, such as gemma3:4b")
     reader, context = loaded.pictures, loaded.engine.info.context
-
     fetcher = PictureFetcher(settings.picture_host)
 
-    def read() -> Pictures:
-        marked, marks = with_marks(messages, *others)
-        parts: dict[str, tuple[PicturePart, ...]] = {}
-        num_tokens = 0
-        for url in picture_urls(messages):
-            parts[name_of(url)] = own = reader.read(_data_of(url, fetcher))
-            num_tokens += sum(len(part.tokens) for part in own)
-            if num_tokens >= context:  # the others may be thousands
-                raise too_long(f"{len(parts)} pictures have {num_tokens:,} tokens", context)
-        return Pictures(marked, marks, parts)
+    def read(url: str, fetched: bytes | None) -> tuple[str, tuple[PicturePart, ...]]:
+        return name_of(url), reader.read(_data_of(url) if fetched is None else fetched)
 
-    return await in_daemon_thread(read)  # those of asyncio.to_thread encode the prompts of others meanwhile
+    # Not on the threads of asyncio.to_thread, which encode the prompts of others meanwhile; on none while it fetches.
+    marked, marks = await in_daemon_thread(partial(with_marks, messages, *others))
+    parts: dict[str, tuple[PicturePart, ...]] = {}
+    num_tokens = 0
+    for url in picture_urls(messages):
+        fetched = await fetcher.fetch(url) if _ELSEWHERE.match(url) else None
+        name, own = await in_daemon_thread(partial(read, url, fetched))
+        parts[name] = own
+        num_tokens += sum(len(part.tokens) for part in own)
+        if num_tokens >= context:  # the others may be thousands
+            raise too_long(f"{len(parts)} pictures have {num_tokens:,} tokens", context)
+    return Pictures(marked, marks, parts)
 
 
-def _data_of(url: str, fetcher: PictureFetcher) -> bytes:
-    """Return the bytes of a picture from its address. Raises RequestError for one that is not read."""
+def _data_of(url: str) -> bytes:
+    """Return the bytes of a picture that its address holds. Raises RequestError for another one."""
     if match := _DATA.match(url):
         try:
             return base64.b64decode(url[match.end() :], validate=True)
         except binascii.Error:
             raise RequestError("the base64 of a picture is damaged", "encode it again") from None
     kind = url.partition(":")[0][:20]
-    if kind.lower() in PORTS:
-        return fetcher.fetch(url)
     raise RequestError(f"a picture's address begins with {kind!r}, and nothing is fetched for a client", SEND)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from edgelm.base.errors import RequestError
-from edgelm.chats import web_page
-from edgelm.chats.web_page import fetch_page, is_public, is_url, page_text, public_address, urls_in
+from edgelm.chats import web_worker
+from edgelm.chats.web_page import fetched, host_of, is_url, urls_in
+from edgelm.chats.web_worker import fetch_page, page_text, public_address
+from tests.base.test_public_addresses import NOT_PUBLIC
 
+# The worker, which asks this machine whatever the address is.
+WORKER = (sys.executable, "-P", "-c", "from edgelm.chats import web_worker; web_worker.main(lambda *_: '127.0.0.1')")
 Answer = tuple[int, dict[str, str], bytes]
 PAGE = b"""<html><head><title>T</title><style>p {}</style></head><body><nav>Menu</nav><h1>Ferrets</h1>
 <script>alert(1)</script><p>They  sleep&nbsp;a&#8217;lot.<br>All day.</p><ul><li>one<li>two</ul>
@@ -61,26 +68,14 @@ def html(body: bytes, content_type: str = "text/html; charset=utf-8") -> Answer:
     return 200, {"Content-Type": content_type}, body
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        "127.0.0.1", "127.255.0.1", "10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0",
-        "224.0.0.1", "255.255.255.255", "198.18.0.1", "192.0.2.1", "::1", "::", "fe80::1", "fc00::1", "ff02::1",
-        "::ffff:127.0.0.1", "::ffff:8.8.8.8", "::7f00:1", "64:ff9b::7f00:1", "2002:7f00:1::", "2001::1", "2001:db8::1",
-    ],
-)  # fmt: skip
-def test_addresses_that_are_not_public(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not is_public(address)
+@pytest.mark.parametrize("address", NOT_PUBLIC)
+def test_a_name_with_an_address_that_is_not_public(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [(0, 0, 0, "", ("93.184.215.14", 80)), (0, 0, 0, "", (address, 80))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: entries)
     with pytest.raises(RequestError, match="not a public address"):
         public_address("example.test", 80)
-
-
-@pytest.mark.parametrize("address", ["93.184.215.14", "8.8.8.8", "2606:2800:21f:cb07:6820:80da:af6b:8b2c"])
-def test_public_addresses(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", (address, 80))])
-    assert public_address("example.test", 80) == address
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: entries[:1])
+    assert public_address("example.test", 80) == "93.184.215.14"
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1/x", "http://localhost:1/", "http://[::1]/", "http://2130706433/"])
@@ -92,7 +87,6 @@ def test_this_machine_is_never_asked(url: str) -> None:
 def test_a_page_is_text(site: Callable[..., str]) -> None:
     base = site(page=html(PAGE))
     page = fetch_page(f"{base}/page", here)
-    assert (page.kind, page.name, page.path) == ("text", f"{base}/page", "")
     lines = [line for line in page.text.split("\n") if line.strip()]
     assert lines == [
         "# Ferrets", "They sleep a\u2019lot.", "All day.", "- one", "- two", " | a | b", "x = 1", "  y", "end",
@@ -132,6 +126,7 @@ def test_each_redirect_is_resolved_and_checked_again(site: Callable[..., str]) -
     ("answer", "message"),
     [
         (html(b"\x89PNG", "image/png"), "the page is image/png, not text"),
+        ((200, {"Content-Encoding": "gzip"}, b"\x1f\x8b"), "the page is compressed"),
         (html(b"x" * 2**21 + b"y"), "larger than 2 MiB"),
         (html(b"<script>1</script>"), "has no text"),
         ((302, {"Location": "/page"}, b""), "leads from page to page, more than 5 times"),
@@ -149,15 +144,75 @@ def test_pages_that_are_not_attached(site: Callable[..., str], answer: Answer, m
 
 
 def test_a_page_without_encryption_does_not_follow_one_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web_page, "_get", lambda *_: ("http://example.test/", b"", ""))
+    monkeypatch.setattr(web_worker, "_get", lambda *_: ("http://example.test/", b"", ""))
     with pytest.raises(RequestError, match="without encryption"):
         fetch_page("https://example.test/", here)
 
 
-def test_a_slow_page_has_a_time(site: Callable[..., str]) -> None:
-    slow = pytest.raises(RequestError, match=r"did not answer within 0\.2 s")
-    with socket.create_server(("127.0.0.1", 0)) as silent, slow:
-        fetch_page(f"http://example.test:{silent.getsockname()[1]}/", here, limit_s=0.2)
+def test_the_host_is_shown_as_it_is_asked() -> None:
+    assert host_of("http://a.example:80/") == "a.example"
+    assert host_of("http://a.example:8080/x") == "a.example:8080"
+    assert host_of("https://[2606::1]:80/") == "[2606::1]:80"
+    with pytest.raises(RequestError) as raised:
+        public_address("a\x1b[31m.invalid", 80)
+    assert "\x1b" not in str(raised.value)
+
+
+async def test_a_worker_fetches_the_page(site: Callable[..., str]) -> None:
+    base = site(page=html(PAGE))
+    page = await fetched(f"{base}/page", command=WORKER)
+    assert (page.kind, page.name, page.path, page.size) == ("text", f"{base}/page", "", len(PAGE))
+    assert page.text.startswith("# Ferrets\n")
+    with pytest.raises(RequestError, match="answers 404"):
+        await fetched(f"{base}/none", command=WORKER)
+    with pytest.raises(RequestError, match="not a public address"):
+        await fetched("http://127.0.0.1/")
+    with pytest.raises(RequestError, match="the process ended with code 3"):
+        await fetched(base, command=(sys.executable, "-c", "raise SystemExit(3)"))
+
+
+async def test_a_page_has_a_time() -> None:
+    with pytest.raises(RequestError, match=r"example\.test did not answer within 0\.2 s"):
+        await fetched("http://example.test/", 0.2, (sys.executable, "-c", "import time; time.sleep(600)"))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "begin", "end"),
+    [
+        ("https", b"", b""),  # no handshake
+        ("http", b"HTTP/1.1 200 OK\r\nX", b"x"),
+        ("http", b"HTTP/1.1 200 OK\r\n\r\n", b"x"),
+        ("http", b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 1800000\r\n\r\n", b"<!--" * 450_000),
+    ],
+    ids=["handshake", "headers", "body", "parsing"],
+)  # fmt: skip
+async def test_a_page_that_is_left_ends(scheme: str, begin: bytes, end: bytes) -> None:
+    """Nothing goes on behind the end of the time, or Esc, whatever the server sends: it sees the connection end."""
+    asked, left = asyncio.Event(), asyncio.Event()
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(65536)
+        writer.write(begin)
+        asked.set()
+        with suppress(OSError):
+            while not reader.at_eof():
+                writer.write(end)
+                await writer.drain()
+                await asyncio.sleep(0.01)
+                if len(end) > 1:
+                    break
+            await reader.read()
+        writer.close()
+        left.set()
+
+    async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
+        url = f"{scheme}://example.test:{server.sockets[0].getsockname()[1]}/"
+        fetching = asyncio.create_task(fetched(url, 600, WORKER))
+        await asked.wait()
+        fetching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+        await left.wait()
 
 
 @pytest.mark.parametrize(
@@ -166,7 +221,7 @@ def test_a_slow_page_has_a_time(site: Callable[..., str]) -> None:
         ("see https://a.example/b?c=d#e.", ["https://a.example/b?c=d#e"]),
         ("(http://a.example) and http://a.example!", ["http://a.example"]),
         ("https://a.example/x_(y), <https://b.example>", ["https://a.example/x_(y)", "https://b.example"]),
-        ("no address: example.com, ftp://a.example, https://", []),
+        ("no address: example.com, ftp://a.example, https://, http://a.example:99999", []),
     ],
 )
 def test_addresses_in_a_message(text: str, urls: list[str]) -> None:
@@ -182,3 +237,4 @@ def test_an_address_alone() -> None:
 def test_broken_pages() -> None:
     assert page_text("a</script></p><b>c<script>d") == "a\nc"
     assert page_text("<head><title>T<body>text").strip() == "text"
+    assert page_text("<svg>" * 300_000 + "</b>" * 300_000 + "</svg>" * 300_000 + "text") == "text"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ import pytest
 from edgelm.base.config import load_config
 from edgelm.base.errors import RequestError, UsageError
 from edgelm.jobs import picture_fetch
-from edgelm.jobs.picture_fetch import PictureFetcher
+from edgelm.jobs.picture_fetch import NUM_AT_ONCE, PictureFetcher
+from tests.base.test_public_addresses import NOT_PUBLIC
 
 PICTURE = b"\x89PNG and so on"
 
@@ -42,25 +45,25 @@ def server() -> Iterator[ThreadingHTTPServer]:
         server.shutdown()
 
 
-def refused(url: str, *hosts: str) -> str:
+async def refused(url: str, *hosts: str) -> str:
     with pytest.raises(RequestError) as caught:
-        PictureFetcher(hosts).fetch(url)
+        await PictureFetcher(hosts).fetch(url)
     assert "\n" not in str(caught.value)
     return caught.value.message
 
 
-def test_a_host_is_asked_where_it_is_allowed(server: ThreadingHTTPServer) -> None:
+async def test_a_host_is_asked_where_it_is_allowed(server: ThreadingHTTPServer) -> None:
     place = f"127.0.0.1:{server.server_port}"
-    assert PictureFetcher([place]).fetch(f"http://{place}/a.png?b=c#d") == PICTURE
+    assert await PictureFetcher([place]).fetch(f"http://{place}/a.png?b=c#d") == PICTURE
     assert server.hosts == [place]  # type: ignore[attr-defined]
     for hosts in ([], ["127.0.0.1"], ["example.com"], [f"{place}0"]):
-        assert "nothing is fetched from" in refused(f"http://{place}/a.png", *hosts)
+        assert "nothing is fetched from" in await refused(f"http://{place}/a.png", *hosts)
     for url in (f"http://me@{place}/", f"https://{place}@example.com/", "http://example.com:99999/", "http://[1/"):
-        refused(url, place, "127.0.0.1")
+        await refused(url, place, "127.0.0.1")
     assert len(server.hosts) == 1  # type: ignore[attr-defined]
 
 
-def test_a_name_of_a_private_address_needs_the_address(
+async def test_a_name_of_a_private_address_needs_the_address(
     server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is resolved once: a second answer of a name server would come too late."""
@@ -72,30 +75,67 @@ def test_a_name_of_a_private_address_needs_the_address(
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     url, name = f"http://pictures.example:{port}/", f"pictures.example:{port}"
-    assert "is at a private address" in refused(url, name)
+    assert "is at a private address" in await refused(url, name)
     assert server.hosts == []  # type: ignore[attr-defined]
     resolved.clear()
-    assert PictureFetcher([name, "127.0.0.1"]).fetch(url) == PICTURE
+    assert "is at a private address" in await refused(url, name, "127.0.0.1")  # that is its port 80
+    assert server.hosts == []  # type: ignore[attr-defined]
+    resolved.clear()
+    assert await PictureFetcher([name, f"127.0.0.1:{port}"]).fetch(url) == PICTURE
     assert resolved.count("pictures.example") == 1
     assert server.hosts == [name]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("address", ["10.0.0.1", "::ffff:10.0.0.1", "169.254.169.254", "fd00::1", "0.0.0.0", "::1"])
-def test_private_addresses(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("address", NOT_PUBLIC)
+async def test_private_addresses(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(family, 1, 6, "", (address, 80))])
-    assert "is at a private address" in refused("http://pictures.example/", "pictures.example")
+    assert "is at a private address" in await refused("http://pictures.example/", "pictures.example")
 
 
-def test_answers_that_are_no_picture(server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answers_that_are_no_picture(server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
     place = f"127.0.0.1:{server.server_port}"
-    assert "answers 404" in refused(f"http://{place}/missing", place)
-    assert "answers 302, a redirect, which is not followed" in refused(f"http://{place}/moved", place)
-    assert "cannot be fetched" in refused(f"https://{place}/", place)
+    assert "answers 404" in await refused(f"http://{place}/missing", place)
+    assert "answers 302, a redirect, which is not followed" in await refused(f"http://{place}/moved", place)
+    assert "cannot be fetched" in await refused(f"https://{place}/", place)
     monkeypatch.setattr(picture_fetch, "MAX_FILE_BYTES", len(PICTURE) - 1)
-    assert "larger than" in refused(f"http://{place}/", place)
-    monkeypatch.setattr(picture_fetch, "FETCH_S", -1.0)
-    assert "take longer than" in refused(f"http://{place}/", place)
+    assert "larger than" in await refused(f"http://{place}/", place)
+
+
+@pytest.mark.parametrize("begin", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n\r\n"])
+async def test_a_server_that_drips_is_left_at_the_deadline(begin: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No wait for a part of its answer is ever long: the sum of them is."""
+    monkeypatch.setattr(picture_fetch, "FETCH_S", 0.3)
+    left = asyncio.Event()
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(begin)
+        with suppress(OSError):
+            while not reader.at_eof():
+                writer.write(b"X")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        writer.close()
+        left.set()
+
+    async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
+        place = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        assert "take longer than" in await refused(f"http://{place}/", place)
+        await left.wait()
+
+
+async def test_a_name_that_is_looked_up_for_long_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = threading.Event()
+    before = threading.active_count()
+    monkeypatch.setattr(picture_fetch, "FETCH_S", 0.1)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found.wait(60))
+    try:
+        answers = [refused("http://slow.example/", "slow.example") for _ in range(3 * NUM_AT_ONCE)]
+        assert all("take longer than" in answer for answer in await asyncio.gather(*answers))
+        assert threading.active_count() <= before + NUM_AT_ONCE
+    finally:
+        found.set()
 
 
 def test_the_setting(tmp_path: Path) -> None:

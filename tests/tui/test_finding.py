@@ -8,6 +8,7 @@ import pytest
 from rich.text import Text
 from textual.widgets import Input, OptionList
 
+from edgelm.chats.attachments import Attachment
 from edgelm.tui.commands.table import HelpScreen
 from edgelm.tui.dialogs.basic import LineScreen, PickScreen
 from edgelm.tui.lines import Line, cut_words, wrap_words
@@ -128,6 +129,30 @@ async def test_a_folded_message_is_unfolded_where_words_are_found(open_chat: Ope
         await chat.sees("It is not stable")
         await chat.press("escape", "shift+tab", "z")
         await chat.until(lambda: "It is not stable" not in chat.text, "folded again")
+
+
+async def test_folded_texts_are_searched_and_unfolded(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        chat.endpoint.reasoning, chat.endpoint.answers = "The secret is a weasel here.", ["An answer about the ferret."]
+        await chat.ask("first")
+        chat.endpoint.reasoning, chat.endpoint.answers = "", ["A second one."]
+        chat.screen.files.add(Attachment(kind="text", name="notes", text="one\ntwo\nthe otter sleeps\n"))
+        await chat.ask("second")
+        assert "weasel" not in chat.text
+        await begin_find(chat, "weasel")
+        await chat.sees("in 1 message", "The secret is a weasel here.")
+        await chat.until(lambda: here(chat) == "weasel", "the place")
+        await chat.press("escape")
+        await begin_find(chat, "otter")
+        await chat.until(lambda: here(chat) == "otter", "the place in a file")
+        await chat.press("escape", "ctrl+t", "ctrl+t")  # all are unfolded, and folded again
+        await chat.until(lambda: "weasel" not in chat.text, "folded")
+        await begin_find(chat, "the")  # while words are typed, what is shown comes first
+        await chat.sees("in 2 messages")
+        await chat.until(lambda: here(chat) == "the", "the place")
+        assert "weasel" not in chat.text
+        await chat.press("down")
+        await chat.sees("the otter sleeps")
 
 
 async def test_a_chat_that_is_opened_has_no_find(open_chat: Open) -> None:

@@ -307,13 +307,13 @@ async def test_a_chat_is_exported(talk: Talk, endpoint: FakeEndpoint, tmp_path: 
 
 
 async def test_every_command_of_the_full_screen_is_there_or_says_why_not(talk: Talk, endpoint: FakeEndpoint) -> None:
-    text = await talk("/help", "/theme dark", "/cop", "/nothing", "/co")
+    text = await talk("/help", "/theme dark", "/the", "/nothing", "/co")
     listed = set(re.findall(r"^/(\w+)", text, flags=re.MULTILINE))
     assert listed == {command.name for command in PLAIN_COMMANDS}
     assert listed > {"new", "model", "know", "quit", "chats", "read"}
     assert text.endswith(
         "error: /theme works on the full screen only\n"
-        "error: /copy works on the full screen only\n"
+        "error: /theme works on the full screen only\n"
         "error: there is no command /nothing; /help lists them\n"
         "error: /co may be /compare, /copy, /code\n"
     )
@@ -321,6 +321,39 @@ async def test_every_command_of_the_full_screen_is_there_or_says_why_not(talk: T
         if command.name not in listed:
             assert await talk(f"/{command.name}") == f"error: /{command.name} works on the full screen only\n"
     assert endpoint.requests == []
+
+
+async def test_code_is_listed_saved_and_copied(
+    talk: Talk, endpoint: FakeEndpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint.answers = ["One:\n```py\na = 1\nb = 2\n```\nTwo:\n```sh\nls\n```"]
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert "error: nothing here copies" in await talk("q1", "/copy")
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "pbcopy"
+    program.write_text(
+        f'#!/bin/sh\nwhile IFS= read -r line || [ "$line" ]; do echo "$line"; done >>{tmp_path}/copied\n'
+    )
+    program.chmod(0o755)
+    file = tmp_path / "list.sh"
+    text = await talk("q2", "/code", "/code 3", f"/code 2 {file}", "/code 1", "/copy")
+    assert "1. a = 1, 2 lines\n2. ls, 1 lines\n/code NUMBER copies one, /code NUMBER FILE saves it\n" in text
+    assert "error: there is no block 3" in text
+    assert f"written to {file}\n" in text
+    assert file.read_text() == "ls\n"
+    assert "copied, lines: 2\n" in text
+    assert (tmp_path / "copied").read_text() == f"a = 1\nb = 2\n{endpoint.answers[0]}\n"
+
+
+async def test_two_versions_are_compared(talk: Talk, endpoint: FakeEndpoint) -> None:
+    endpoint.answers = ["the first", "the second", "the third"]
+    text = await talk(
+        "q1", "/compare", "/compare temperature=0.5", "y", "/read", "/compare temperature=0.7", "n", "/read"
+    )
+    assert "/compare MODEL answers again" in text
+    assert re.search("again with temperature=0.5\n.*: the second\n.*the new answer stays\n.*: the second\n", text)
+    assert re.search("again with temperature=0.7\n.*: the third\n.*the old answer stays\n.*: the second\n", text)
+    assert [request.get("temperature") for request in endpoint.requests] == [None, 0.5, 0.7]
 
 
 async def test_quit_leaves_the_rest_of_the_input(talk: Talk, endpoint: FakeEndpoint) -> None:

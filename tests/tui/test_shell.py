@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from textual import events
 
 from edgelm.base.errors import RequestError
+from edgelm.tui import pane
 from edgelm.tui.prompt import shell
+from edgelm.tui.prompt.files_bar import FilesBar
 from edgelm.tui.prompt.shell import run_shell, shown
+from edgelm.tui.terminal_input import InputParser
 from tests.tui.conftest import Driver, Open
 
 ENVIRONMENT = {"PATH": os.environ["PATH"], "SHELL": "/bin/sh"}
@@ -33,6 +38,14 @@ def made() -> list[Path]:
 
 def written(name: str) -> str:
     return Path(name).read_text().strip() if Path(name).exists() else ""
+
+
+def make(name: str) -> None:
+    Path(name).touch()
+
+
+def num_open() -> int:
+    return len(list(Path("/dev/fd").iterdir()))
 
 
 def output(chat: Driver) -> str:
@@ -93,6 +106,108 @@ async def test_nothing_but_the_key_makes_a_command(open_chat: Open) -> None:
         assert made() == []
 
 
+@pytest.mark.parametrize("arrive", [
+    lambda chat: chat.screen.view.put_prompt("touch arrived"),  # a server's prompt, the editor
+    lambda chat: chat.prompt.give_back("touch arrived "),  # a message that is not sent
+    lambda chat: chat.prompt.insert("touch arrived"),  # a text that was pasted before, and checked
+    lambda chat: chat.prompt.replace("touch arrived", (0, 0), (0, 0)),  # the name of a file
+])  # fmt: skip
+@pytest.mark.parametrize("begun", ["!", "!true;"])
+async def test_a_text_that_comes_after_the_key_is_no_command(
+    open_chat: Open, begun: str, arrive: Callable[[Driver], None]
+) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.type(begun)
+        assert chat.prompt.is_shell
+        arrive(chat)
+        assert "touch arrived" in chat.prompt.text
+        assert not chat.prompt.is_shell
+        await chat.press("enter")
+        await chat.until(lambda: chat.turns and "touch arrived" in chat.turns[0][1], "it is a message")
+        await chat.answered()
+        assert made() == []
+
+
+async def test_a_pasted_text_on_the_bar_is_no_command(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        chat.app.post_message(events.Paste("touch pasted\n" * 100))
+        await chat.sees("as text")
+        await chat.type("!true;")
+        chat.screen.pane.post_message(FilesBar.Used(0))
+        await chat.until(lambda: "touch pasted" in chat.prompt.text, "put in")
+        assert not chat.prompt.is_shell
+
+
+async def test_a_paste_that_is_checked_is_no_command(open_chat: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = threading.Event()
+    monkeypatch.setattr(pane, "existing_paths", lambda _: checked.wait(60) and [])
+    async with open_chat() as chat:
+        await chat.ready()
+        chat.app.post_message(events.Paste("/bin/touch arrived"))
+        await chat.type("!")
+        assert chat.prompt.is_shell
+        checked.set()
+        await chat.until(lambda: chat.prompt.text == "/bin/touch arrived", "put in")
+        assert not chat.prompt.is_shell
+
+
+async def test_nothing_is_pasted_into_a_command(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.type("!true ")
+        chat.app.post_message(events.Paste("; touch pasted"))
+        await chat.hears("a command is typed, not pasted")
+        chat.app.copy_to_clipboard("; touch copied")
+        await chat.press("ctrl+v")
+        assert (chat.prompt.text, chat.prompt.is_shell) == ("true ", True)
+
+
+async def test_undo_brings_no_message_into_a_command(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        chat.app.post_message(events.Paste("touch pasted"))
+        await chat.until(lambda: chat.prompt.text == "touch pasted", "the paste")
+        await chat.press(*["backspace"] * len("touch pasted"), "exclamation_mark")
+        assert (chat.prompt.text, chat.prompt.is_shell) == ("", True)
+        chat.prompt.undo()
+        assert chat.prompt.text == ""
+        chat.prompt.redo()
+        assert chat.prompt.text == ""
+
+
+async def test_a_message_that_is_edited_is_no_command(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.ask("touch edited")
+        await chat.press("f4")
+        await chat.until(lambda: chat.screen.pane.editing is not None, "editing")
+        chat.screen.run_command("shell", "")
+        await chat.hears("there is a message in the prompt")
+        chat.prompt.put("")
+        chat.screen.run_command("shell", "")
+        await chat.until(lambda: len(chat.app._notifications) > 1, "refused")
+        assert not chat.prompt.is_shell
+
+
+@pytest.mark.parametrize("after", ["l", "/", " ", "é", "\r"])
+def test_escape_and_a_key_in_one_read_leave_the_shell(after: str) -> None:
+    parser = InputParser()
+    keys = [event for event in (*parser.feed(f"\x1b{after}"), *parser.feed("")) if isinstance(event, events.Key)]
+    assert [key.key.startswith("alt+") for key in keys] == [True], keys
+
+
+@pytest.mark.parametrize(("key", "text"), [("alt+l", "ls"), ("alt+slash", "/s"), ("alt+enter", "\ns")])
+async def test_a_key_with_alt_leaves_the_shell(open_chat: Open, key: str, text: str) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.press("exclamation_mark")
+        character = None if text[0] == "\n" else text[0]
+        chat.prompt.post_message(events.Key(key, character))
+        await chat.type("s")
+        assert (chat.prompt.text, chat.prompt.is_shell) == (text, False)
+
+
 async def test_the_argument_of_the_command_shell_is_not_run(open_chat: Open) -> None:
     async with open_chat() as chat:
         await chat.ready()
@@ -146,10 +261,78 @@ async def test_escape_ends_a_command(open_chat: Open) -> None:
         await chat.type("!second")
         await chat.press("enter")
         await chat.hears("a command is running; Esc stops it")
+        assert (chat.prompt.text, chat.prompt.is_shell) == ("second", True)  # it is not lost
         await chat.press("escape")
         await chat.until(lambda: "running echo" not in chat.text, "ended")
         assert await is_gone(int(written("pid")))
         assert chat.screen.files.attachments == ()
+
+
+async def test_escape_twice_ends_a_command_that_ignores_it(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.type("!trap '' TERM; echo $$ >pid; while :; do sleep 1; done")
+        await chat.press("enter")
+        await chat.until(lambda: written("pid"), "it runs")
+        await chat.press("escape", "escape")
+        assert await is_gone(int(written("pid")))
+
+
+async def test_the_end_of_the_chat_ends_a_command(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.type("!trap '' TERM; echo $$ >pid; while :; do sleep 1; done")
+        await chat.press("enter")
+        await chat.until(lambda: written("pid"), "it runs")
+    assert await is_gone(int(written("pid")))
+
+
+@pytest.mark.parametrize("turns", range(12))
+async def test_a_command_that_is_cancelled_at_once_leaves_nothing(turns: int) -> None:
+    num_files = num_open()
+    running = asyncio.create_task(run_shell("echo $$ >pid; sleep 600", ENVIRONMENT))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    running.cancel()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    if written("pid"):
+        assert await is_gone(int(written("pid")))
+    for _ in range(500):
+        if num_open() <= num_files:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("a pipe is open")
+
+
+async def test_output_stays_in_the_chat_that_it_was_begun_in(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.ask("first")
+        begun = chat.session.chat.id
+        await chat.type("!until [ -e opened ]; do sleep 0.01; done; echo done")
+        await chat.press("enter")
+        await chat.sees("running until")
+        await chat.press("ctrl+n")
+        await chat.until(lambda: chat.session.chat.id != begun, "another chat")
+        make("opened")
+        await chat.hears("its output waits in")
+        assert output(chat) == ""
+        chat.screen.open_chat(begun)
+        await attached(chat, "done\n")
+
+
+async def test_output_is_for_the_new_message_while_another_is_edited(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.ask("first")
+        await chat.type("!until [ -e opened ]; do sleep 0.01; done; echo done")
+        await chat.press("enter", "f4")
+        await chat.until(lambda: chat.screen.pane.editing is not None, "editing")
+        make("opened")
+        await chat.until(lambda: "running until" not in chat.text, "ended")
+        assert output(chat) == ""
+        await chat.press("escape")
+        await attached(chat, "done\n")
 
 
 async def test_what_a_command_leaves_in_the_background_ends_with_it() -> None:

@@ -88,7 +88,7 @@ def test_keys_that_begin_like_answers_stay(typed: str, clock: list[float]) -> No
         for _ in range(2):  # Textual itself waits for the rest of a sequence
             clock[0] += 1
             events_ += parser.tick()
-        found.append(keys(events_))
+        found.append([key.removeprefix("alt+") for key in keys(events_)])  # we name more of them
     assert found[0] == found[1]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from edgelm.base.errors import RequestError
@@ -105,3 +107,25 @@ async def test_attach_takes_an_address(open_chat: Open, fetched: list[str]) -> N
         await chat.sees("ferrets.example/care")
         await chat.ask("Sum it up")
         assert last(chat) == f"{URL}:\n```\nThey sleep a lot.\n```\n\nSum it up"
+
+
+async def test_a_page_is_not_put_into_another_chat(open_chat: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    came = asyncio.Event()
+
+    async def fetch(url: str) -> Attachment:
+        await came.wait()
+        return Attachment(kind="text", name=url, text="They sleep a lot.\n")
+
+    monkeypatch.setattr(messages, "fetched", fetch)
+    async with open_chat() as chat:
+        await chat.ask("first")
+        await chat.ask(f"/attach {URL}")
+        await opens(chat, ConfirmScreen)
+        await chat.press("y")
+        await chat.sees("fetching ferrets.example")
+        begun = chat.session
+        await chat.press("ctrl+n")
+        await chat.until(lambda: chat.session is not begun, "another chat")
+        came.set()
+        await chat.hears("another chat was opened meanwhile")
+        assert chat.screen.files.attachments == ()

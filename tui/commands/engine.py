@@ -1,10 +1,12 @@
 """The commands that look into the model: the inspector, the tokens of an answer, and two versions side by side.
 
 Owns which answer is meant, and the requests for its tokens. The dialogs are in dialogs/explore.py and
-dialogs/compare.py, the panel in inspector/panel.py. All are of the full screen only.
+dialogs/compare.py, the panel in inspector/panel.py. Of plain lines only versions can be compared, one after the other.
 """
 
 from __future__ import annotations
+
+import asyncio
 
 from edgelm.base.errors import RequestError
 from edgelm.chats.history import Message
@@ -12,6 +14,7 @@ from edgelm.client.endpoint import ChatRequest, Client
 from edgelm.client.probing import Alternative, alternatives, pieces
 from edgelm.client.session import Session
 from edgelm.client.turns import Turn
+from edgelm.tui.commands.face import Face
 from edgelm.tui.commands.messages import last_message, message_of
 from edgelm.tui.dialogs.basic import Choice, PickScreen
 from edgelm.tui.dialogs.compare import CompareScreen, Side
@@ -59,7 +62,7 @@ async def explore(face: ScreenFace, argument: str) -> None:
         face.show("chat", "prompt")
 
 
-async def compare(face: ScreenFace, argument: str) -> None:
+async def compare(face: Face, argument: str) -> None:
     """Answer again with another model or other settings, beside the answer that is there."""
     workspace = face.workspace
     workspace.require_no_answer()
@@ -77,7 +80,17 @@ async def compare(face: ScreenFace, argument: str) -> None:
     answer = workspace.compare(message, model, sampling)
     face.show("chat")
     sides = (Side(message, ""), Side(answer.message, setting))
-    kept = await face.app.push_screen_wait(CompareScreen(answer.question.text, sides))
+
+    async def told() -> int | None:
+        """Write the new answer, then ask; Ctrl+C keeps the old one."""
+        try:
+            await workspace.answers.wait(session.chat.id)
+            return answer.message.id if await face.confirm("keep the new answer?") else None
+        except asyncio.CancelledError:
+            return None
+
+    face.mention(f"again with {setting or short_name(model)}")
+    kept = await face.ask(lambda: CompareScreen(answer.question.text, sides), told)
     if kept is None:  # cancelled: the chat stays on the old answer
         await workspace.answers.end(session.chat.id)
         session.show(message.id)
@@ -87,16 +100,22 @@ async def compare(face: ScreenFace, argument: str) -> None:
         session.show(kept)
     if session is workspace.session:
         face.show("branch", "prompt")
+    face.mention("the old answer stays" if kept in (None, message.id) else "the new answer stays")
 
 
-async def _choose(face: ScreenFace, names: list[str], current: str) -> str | None:
+async def _choose(face: Face, names: list[str], current: str) -> str | None:
+    async def told() -> None:
+        for name in names:
+            face.tell(name)
+        face.tell("/compare MODEL answers again, and so does /compare temperature=0.2")
+
     choices = [
         Choice(name, clean(short_name(name)), "the model of this answer" if name == current else "") for name in names
     ]
-    return await face.app.push_screen_wait(PickScreen("Compare with", choices))
+    return await face.ask(lambda: PickScreen("Compare with", choices), told)
 
 
-def _answer(face: ScreenFace, argument: str) -> Message:
+def _answer(face: Face, argument: str) -> Message:
     """Return the answer that a key was pressed on, as `#ID`, or the last one. Raises RequestError without any."""
     message = message_of(face, argument) or last_message(face, "assistant")
     if message is None or message.role != "assistant":

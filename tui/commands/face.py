@@ -91,6 +91,9 @@ class Face(Protocol):
     async def propose(self, text: str) -> None:
         """Let the user send a text of somebody else, or not: it never runs a command."""
 
+    async def copy(self, text: str) -> None:
+        """Put a text on the user's clipboard."""
+
     async def attach_clipboard(self) -> None:
         """Attach the picture on the clipboard to the next message."""
 

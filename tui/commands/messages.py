@@ -57,14 +57,16 @@ async def offer_pages(face: Face, text: str) -> bool:
 
 
 async def _fetch(face: Face, url: str) -> None:
-    await face.add(await face.wait(f"fetching {host_of(url)}", fetched(url)))
+    session = face.workspace.session
+    page = await face.wait(f"fetching {host_of(url)}", fetched(url))
+    face.workspace.require_open(session)
+    await face.add(page)
 
 
 async def shell(face: ScreenFace, _argument: str) -> None:
     """Let the user write a command for the shell; an argument is none, as it may come from a paste."""
-    if face.view.prompt_text:
-        raise RequestError("there is a message in the prompt", "send it first")
-    face.view.begin_shell()
+    if not face.view.begin_shell():
+        raise RequestError("there is a message in the prompt", "send it first, or leave it by Esc")
 
 
 async def paste(face: Face, _argument: str) -> None:
@@ -96,15 +98,15 @@ async def find(face: ScreenFace, argument: str) -> None:
     face.view.find(argument)
 
 
-async def copy(face: ScreenFace, argument: str) -> None:
+async def copy(face: Face, argument: str) -> None:
     """Copy a message: the last answer, or the one of a key."""
     message = message_of(face, argument) or last_message(face, "assistant")
     if message is None or not message.text:
         raise RequestError("there is no answer to copy yet")
-    face.view.copy(message.text)
+    await face.copy(message.text)
 
 
-async def code(face: ScreenFace, argument: str) -> None:
+async def code(face: Face, argument: str) -> None:
     """Copy a block of code, or save it to a file."""
     of, _, argument = argument.partition(" ") if argument.startswith("#") else ("", "", argument)
     number, _, name = argument.partition(" ")
@@ -122,7 +124,13 @@ async def code(face: ScreenFace, argument: str) -> None:
     elif len(blocks) > 1:
         choices = [Choice(str(i), *_outline(block)) for i, block in enumerate(blocks, 1)]
         title = "Save a block of code" if name else "Copy a block of code"
-        chosen = await face.app.push_screen_wait(PickScreen(title, choices))
+
+        async def told() -> None:
+            for i, block in enumerate(blocks, 1):
+                face.tell(f"{i}. {', '.join(_outline(block))}")
+            face.tell("/code NUMBER copies one, /code NUMBER FILE saves it")
+
+        chosen = await face.ask(lambda: PickScreen(title, choices), told)
         if not chosen:
             return
         number = chosen
@@ -130,12 +138,12 @@ async def code(face: ScreenFace, argument: str) -> None:
     if name:
         await save_text(face, "Save the block of code to", "" if name == "save" else name, text)
     else:
-        face.view.copy(text.removesuffix("\n"))
+        await face.copy(text.removesuffix("\n"))
 
 
 async def save_text(face: Face, title: str, name: str, text: str, proposed: str = "") -> None:
     """Write a text to a file; ask for its name where none is given, and before another one is replaced."""
-    written = name or await face.line(title, proposed)
+    written = name or await face.line(title, proposed, "" if proposed else "file: ")
     if not written:
         return
     path = await asyncio.to_thread(file_to_write, written.strip())

@@ -94,9 +94,9 @@ async def _use(face: Face, session: Session, names: Sequence[str]) -> None:
 
 async def take_offer(face: Face, name: str, argument: str) -> None:
     """Put a prompt of a server into the message, or attach a resource of it; `name` is SERVER:NAME."""
-    runner = face.workspace.answers.tools
+    runner, session = face.workspace.answers.tools, face.workspace.session
     server, _, key = name.partition(":")
-    if server not in face.workspace.session.chat.tools:
+    if server not in session.chat.tools:
         raise RequestError(f"this chat does not use {server}", f"/tools {server} uses it")
     connection = runner.toolbox.connection(server)
     offers = connection.offers
@@ -108,6 +108,7 @@ async def take_offer(face: Face, name: str, argument: str) -> None:
         raise RequestError(f"{server} has no prompt and no resource {key}", f"it has {names}" if names else "")
     if offer.kind == "resource":
         text = await face.wait(f"reading {name}", connection.take(offer, {}))
+        face.workspace.require_open(session)
         await face.add(Attachment(kind="text", name=name, text=text, size=len(text.encode())))
         return
     arguments = parse_arguments(offer, argument)
@@ -117,7 +118,9 @@ async def take_offer(face: Face, name: str, argument: str) -> None:
             if value is None:
                 return
             arguments[missing] = value
-    await face.propose(await face.wait(f"asking {server}", connection.take(offer, arguments)))
+    text = await face.wait(f"asking {server}", connection.take(offer, arguments))
+    face.workspace.require_open(session)
+    await face.propose(text)
 
 
 def parse_arguments(offer: Offer, text: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from edgelm.base.errors import EdgeLMError
 from edgelm.chats.attachments import Attachment
+from edgelm.chats.clipboard import copy_text
 from edgelm.chats.history import Message
 from edgelm.chats.store import ChatsError
 from edgelm.client.reader import Reader
@@ -131,6 +132,10 @@ class PlainFace:
         self.tell(f"the message: {text}")
         if await self.confirm("send it?"):
             await self.send(text)
+
+    async def copy(self, text: str) -> None:
+        await asyncio.to_thread(copy_text, text)
+        self.tell(f"copied, lines: {text.count(chr(10)) + 1:,}")
 
     async def attach_clipboard(self) -> None:
         await self.files.attach_clipboard()

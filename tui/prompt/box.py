@@ -17,6 +17,7 @@ from textual.reactive import reactive
 from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import TextArea
+from textual.widgets.text_area import Edit, EditResult
 
 from edgelm.tui.commands.table import Command, Suggestion, complete
 from edgelm.tui.hints import Hint
@@ -25,6 +26,7 @@ from edgelm.tui.prompt.pasted import is_long, may_be_paths
 
 LINE_BREAK_KEYS = frozenset({"alt+enter", "ctrl+j", "shift+enter"})
 PLACEHOLDER = "Message: Enter sends, Ctrl+J breaks the line"
+NO_PASTE = "a command is typed, not pasted; Esc makes this a message"
 SHELL_TITLE = "Shell: Enter runs it, its output is attached"
 MAX_LISTED = 8  # commands at a time
 MIN_HELP = 12  # columns; in less room the help of a line is left out
@@ -150,7 +152,8 @@ class Prompt(TextArea):
         )  # fmt: skip
         self.sent = History()
         self.ran = History()  # commands for the shell
-        self.is_shell = False  # the text is a command: only `!` pressed in an empty prompt leads to that
+        self.is_shell = False  # the text is a command: each character of it came by a key since `!` or /shell
+        self._is_typing = False  # a key writes
         self._blinking: Timer | None = None  # until the cursor stands still
         self.offering = False  # Down moves into the list above while there is no text
         self.offers_command = False  # Tab runs it while there is no text
@@ -173,7 +176,11 @@ class Prompt(TextArea):
         self.cursor_blink = False
 
     def put(self, text: str) -> None:
-        """Replace the text, with the cursor at its end."""
+        """Replace the text, with the cursor at its end. It is a message, whatever the text before was."""
+        self.leave_shell()
+        self._load(text)
+
+    def _load(self, text: str) -> None:
         self.load_text(text)
         self.move_cursor(self.document.end)
 
@@ -182,8 +189,29 @@ class Prompt(TextArea):
         if text:
             self.put(text + self.text)
 
+    def give_back_command(self, command: str) -> None:
+        """Put a command that was not run back, unless something was written since; Up has it then."""
+        self.ran.add(command)
+        if self.begin_shell():
+            self._load(command)
+
+    def edit(self, edit: Edit) -> EditResult:
+        """Change the text. One that no key has typed is never a command."""
+        if edit.text and not self._is_typing:
+            self.leave_shell()
+        return super().edit(edit)
+
     async def _on_key(self, event: events.Key) -> None:
         self._blink()
+        if self.is_shell and event.key.startswith("alt+") and (event.is_printable or event.key == "alt+enter"):
+            self.leave_shell()  # Esc and the next key came in one read
+        self._is_typing = True
+        try:
+            await self._take_key(event)
+        finally:
+            self._is_typing = False
+
+    async def _take_key(self, event: events.Key) -> None:
         if event.key == "enter" and self.picking:
             self._consume(event)
             self.post_message(self.Taken())
@@ -221,17 +249,24 @@ class Prompt(TextArea):
             if not self.leave_shell():
                 self.post_message(self.Emptied())
         elif not self.leave_shell():  # the second ! begins a message
-            if self.has_class("-editing"):
-                return False
-            self.begin_shell()
+            return self.begin_shell()
         else:
             return False
         return True
 
     async def _on_paste(self, event: events.Paste) -> None:
-        if not self.is_shell and (is_long(event.text) or may_be_paths(event.text)):
+        if self.is_shell:
+            self._consume(event)
+            self.notify(NO_PASTE, severity="warning")
+        elif is_long(event.text) or may_be_paths(event.text):
             self._consume(event)
             self.post_message(self.Pasted(event.text))
+
+    def action_paste(self) -> None:
+        if self.is_shell:
+            self.notify(NO_PASTE, severity="warning")
+        else:
+            super().action_paste()
 
     def _consume(self, event: events.Event) -> None:
         event.stop()
@@ -245,7 +280,7 @@ class Prompt(TextArea):
         history = self.ran if self.is_shell else self.sent
         text = history.back(self.text) if key == "up" else history.forward(self.text)
         if text is not None:
-            self.put(text)
+            self._load(text)
         return text is not None
 
     def on_text_area_changed(self) -> None:
@@ -280,9 +315,13 @@ class Prompt(TextArea):
             self.put("")
         self.post_message(self.Ran(text) if was_shell else self.Sent(text))
 
-    def begin_shell(self) -> None:
-        """Let the text be a command for the shell."""
+    def begin_shell(self) -> bool:
+        """Let what is typed be a command for the shell; return False where there is a text, or a message is edited."""
+        if self.text or self.has_class("-editing"):
+            return False
+        self.history.clear()  # undo would bring back the text of a message
         self._set_shell(is_shell=True)
+        return True
 
     def leave_shell(self) -> bool:
         """Let the text be a message again; return whether it was a command for the shell."""

@@ -10,11 +10,14 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import IO
 
 from edgelm.base.errors import EdgeLMError, RequestError
+from edgelm.base.workers.parent import in_daemon_thread
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.knowledge.secret_files import holds_key
 
@@ -34,11 +37,9 @@ async def run_shell(command: str, environment: Mapping[str, str], limit_s: float
         shell = "/bin/sh"
     read_end, write_end = os.pipe()
     try:
-        process = await asyncio.create_subprocess_exec(
-            shell,
-            "-c",
-            command,
-            stdin=asyncio.subprocess.DEVNULL,
+        process = subprocess.Popen(  # noqa: ASYNC220 - asyncio, cancelled while it starts a process, leaves its children
+            (shell, "-c", command),
+            stdin=subprocess.DEVNULL,
             stdout=write_end,
             stderr=write_end,
             env={**environment, "TERM": "dumb", "PAGER": "cat"},
@@ -49,7 +50,7 @@ async def run_shell(command: str, environment: Mapping[str, str], limit_s: float
         raise EdgeLMError(f"{shell} cannot run this: {error}", "set SHELL to your shell") from None
     finally:
         os.close(write_end)
-    data, note = await _output(process, read_end, limit_s)
+    data, note = await _output(process, os.fdopen(read_end, "rb", buffering=0), limit_s)
     text = shown(data.decode("utf-8", "replace"))
     if holds_key(text):
         raise RequestError("the output holds a private key: it is not attached", "paste the part that you want to send")
@@ -65,14 +66,12 @@ def shown(text: str) -> str:
     return _OTHERS.sub("\ufffd", text.replace("\r\n", "\n").translate(_C0))
 
 
-async def _output(process: asyncio.subprocess.Process, read_end: int, limit_s: float) -> tuple[bytes, str]:
+async def _output(process: subprocess.Popen[bytes], pipe: IO[bytes], limit_s: float) -> tuple[bytes, str]:
     """Return what a process group writes until its first process ends, and how that was, if it was not well."""
-    loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(CHUNK)
-    pipe = os.fdopen(read_end, "rb", buffering=0)
-    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
     output = bytearray()
-    reading = asyncio.create_task(_read(reader, output))
-    waiting = asyncio.create_task(process.wait())
+    waiting = in_daemon_thread(process.wait)
+    reading = asyncio.create_task(_read(pipe, output))
+    reading.add_done_callback(lambda _: pipe.close())
     try:
         async with asyncio.timeout(limit_s):
             await asyncio.wait((waiting, reading), return_when=asyncio.FIRST_COMPLETED)
@@ -80,15 +79,18 @@ async def _output(process: asyncio.subprocess.Process, read_end: int, limit_s: f
                 await asyncio.shield(waiting)
     except TimeoutError:
         pass
-    finally:
+    finally:  # each wait here may be cancelled: Esc once more, or the end of the chat
         has_ended = waiting.done()
-        if not has_ended:
-            _signal(process, signal.SIGTERM)
-            await asyncio.wait((waiting,), timeout=TERMINATE_S)
-        _signal(process, signal.SIGKILL)  # also what it left in the background, which would hold the pipe
-        await asyncio.wait((waiting, reading), timeout=TERMINATE_S)
-        reading.cancel()
-        transport.close()
+        try:
+            if not has_ended:
+                _signal(process, signal.SIGTERM)
+                await asyncio.wait((waiting,), timeout=TERMINATE_S)
+        finally:
+            _signal(process, signal.SIGKILL)  # also what it left in the background, which would hold the pipe
+            try:
+                await asyncio.wait((waiting, reading), timeout=TERMINATE_S)
+            finally:
+                reading.cancel()
     if len(output) > MAX_OUTPUT:
         return bytes(output[:MAX_OUTPUT]), f"ended: these are the first {MAX_OUTPUT // 2**10} KiB of its output"
     if not has_ended:
@@ -96,12 +98,16 @@ async def _output(process: asyncio.subprocess.Process, read_end: int, limit_s: f
     return bytes(output), f"exit code {process.returncode}" if process.returncode else ""
 
 
-async def _read(reader: asyncio.StreamReader, output: bytearray) -> None:
+async def _read(pipe: IO[bytes], output: bytearray) -> None:
     """Read until the end, or until there is more than is kept."""
-    while len(output) <= MAX_OUTPUT and (chunk := await reader.read(CHUNK)):
-        output += chunk
+    reader = asyncio.StreamReader(CHUNK)
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    with closing(transport):
+        while len(output) <= MAX_OUTPUT and (chunk := await reader.read(CHUNK)):
+            output += chunk
 
 
-def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)

@@ -32,10 +32,11 @@ from edgelm.tui.lines import (
 )
 from edgelm.tui.palette import Palette
 from edgelm.tui.transcript.answer_parts import AnswerParts
-from edgelm.tui.transcript.attachment_rows import attachment_rows
+from edgelm.tui.transcript.attachment_rows import MAX_SHOWN_CHARS, attachment_rows
 from edgelm.tui.transcript.drafted import Span, Spans
 from edgelm.tui.transcript.passages import reading_rows
 from edgelm.tui.transcript.thought import Thought, ThoughtFigures, duration_text
+from edgelm.tui.transcript.tool_rows import pretty_arguments
 
 FOLDED_LINES = 6  # a message of more is folded with the others
 GO_ON = "F5 goes on from a shortened conversation"
@@ -147,9 +148,22 @@ class MessageView:
 
     @property
     def searched(self) -> str:
-        """Return the text in which words are found: the thought, too, where it is shown."""
+        """Return the text in which words are found, also where it is folded."""
+        return f"{self.folded_text}\n{self.message.text}"
+
+    @property
+    def folded_text(self) -> str:
+        """Return the texts that are folded to a line each: the thought, files, what was read, calls of tools."""
         message = self.message
-        return f"{message.reasoning}\n{message.text}" if self._show_reasoning else message.text
+        texts = [message.reasoning, *(file.text[:MAX_SHOWN_CHARS] for file in message.attachments)]
+        texts += [passage.text for passage in message.reading.passages] if message.reading is not None else []
+        texts += [f"{pretty_arguments(call.arguments)}\n{call.answer}" for call in message.calls]
+        return "\n".join(texts)
+
+    @property
+    def is_unfolded(self) -> bool:
+        """Tell whether these texts are shown."""
+        return self._show_reasoning
 
     def fold(self, folded: bool) -> None:
         """Show one line of the message, or all of it."""

@@ -590,7 +590,15 @@ class Transcript(ScrollView, can_focus=True):
             index = next((i for i, view in enumerate(self.views) if view.message.id == found.message_id), index)
         for turn in range(num_views + 1):
             view = self.views[(index + turn * (-1 if by < 0 else 1)) % num_views]
-            places = self._places_in(view, finding) if finding.may_be_in(view.searched) else []
+            if not finding.may_be_in(view.searched):
+                continue
+            places = self._places_in(view, finding)
+            # Unfolding moves what is below: not while the place before is in this message.
+            if not view.is_unfolded and finding.is_in(view.folded_text) and ((by and turn) or not places):
+                view.show_reasoning(True)
+                self.post_message(self.Folded(view.message.id))
+                places = self._places_in(view, finding)
+            places = places or ([Place(0, 0)] if finding.is_in(view.searched) else [])  # the words are of its Markdown
             if turn == 0 and places:
                 span = self._flow.span_of(view)
                 here = found.place if found is not None else Place(top - (span[0] if span else 0), -1)
@@ -613,8 +621,7 @@ class Transcript(ScrollView, can_focus=True):
             if not flow.draw(*span):
                 break
         matches = finding.matches([flow.line(y) for y in range(*span)])
-        places = [Place(pieces[0].line, pieces[0].start) for pieces in matches]
-        return places or ([Place(0, 0)] if finding.is_in(view.searched) else [])  # the words are of its Markdown
+        return [Place(pieces[0].line, pieces[0].start) for pieces in matches]
 
     def _go_to_place(self, view: MessageView, place: Place, finding: Finding) -> None:
         finding.found = Found(view.message.id, place)

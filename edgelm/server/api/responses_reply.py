@@ -8,15 +8,16 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from edgelm.engine.core import Sampled
 from edgelm.jobs.request import AnswerDelta
 from edgelm.server.api.arguments import custom_input
 from edgelm.server.api.dialect import AnswerContext
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.fields import sampling_values
-from edgelm.server.api.logprobs import chat_logprobs
+from edgelm.server.api.logprobs import FEW_TOKENS, each_logprobs
 from edgelm.server.api.responses import CLIENT_TOOLS, ENCRYPTED, FunctionTool, ResponsesRequest, TextOptions, encoded
 from edgelm.text.parse import Args, CallBegin, CallEnd, Content, Part, Reasoning
 
@@ -67,8 +68,12 @@ class ResponsesReply:
         self._items: list[dict[str, Any]] = []  # of the output; the last one may be open
         self._open = False
         self._arguments = ""  # of the open call
-        self._logprobs: list[dict[str, Any]] = []  # of the open message
-        self._held: list[dict[str, Any]] = []  # log-probabilities of tokens whose text has not come yet
+        self._streams = True
+        # Tokens whose log-probabilities are shown: of the open message, and those whose text has not come yet.
+        self._sampled: list[Sampled] = []
+        self._held: list[Sampled] = []
+        # Their JSON, an entry a token, by the text in its place: four events repeat all of a message's.
+        self._entries: dict[str, list[bytes]] = {}
 
     def opening(self) -> bytes:
         response = self._response("in_progress")
@@ -94,7 +99,7 @@ class ResponsesReply:
 
     def delta(self, delta: AnswerDelta) -> bytes:
         if self._request.num_logprobs is not None:
-            self._held += chat_logprobs(self._context.tokenizer, delta.sampled)
+            self._held += delta.sampled
         events = b"".join(map(self._part, delta.parts))
         if delta.reason is None:
             return events
@@ -106,17 +111,18 @@ class ResponsesReply:
         return b""
 
     def whole(self, deltas: Sequence[AnswerDelta]) -> dict[str, Any]:
+        self._streams = False
         for delta in deltas:
             self.delta(delta)
         return self._final(deltas[-1])
 
     def _part(self, part: Part) -> bytes:
-        logprobs, self._held = self._held, []  # those of other parts are not shown
+        sampled, self._held = self._held, []  # those of other parts are not shown
         match part:
             case Reasoning(text, _):
                 return self._begin("reasoning") + self._append_reasoning(text)
             case Content(text, _):
-                return self._begin("message") + self._append_text(text, logprobs)
+                return self._begin("message") + self._append_text(text, sampled)
             case CallBegin():
                 return self._begin_call(part)
             case Args():
@@ -141,7 +147,7 @@ class ResponsesReply:
             return closed + added + self._item_event(f"response.{form.part_event}.added", part=part, **form.place)
         item = {"type": "message", "id": _new_id("msg"), "status": "in_progress", "role": "assistant", "content": []}
         added = self._add(item)
-        self._logprobs = []
+        self._sampled = []
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         return closed + added + self._item_event("response.content_part.added", content_index=0, part=part)
 
@@ -168,13 +174,32 @@ class ResponsesReply:
         parts[0]["text"] += text
         return self._item_event(f"response.{form.text_event}.delta", delta=text, **form.place)
 
-    def _append_text(self, text: str, logprobs: list[dict[str, Any]]) -> bytes:
+    def _append_text(self, text: str, sampled: list[Sampled]) -> bytes:
         content = self._items[-1]["content"]
         if not content:
             content.append({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
         content[0]["text"] += text
-        self._logprobs += logprobs
-        return self._item_event("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)
+        self._sampled += sampled
+        if not sampled or not self._streams:
+            return self._item_event("response.output_text.delta", content_index=0, delta=text, logprobs=[])
+        place = self._place
+        written = self._entries.get(place, [])
+        self._entries[place] = [_json(entry).encode() for entry in each_logprobs(self._context.tokenizer, sampled)]
+        event = self._item_event("response.output_text.delta", content_index=0, delta=text, logprobs=place)
+        self._entries[place] = [*written, *self._entries[place]]
+        return event
+
+    @property
+    def _place(self) -> str:
+        """Return the text in the place of the open message's log-probabilities; no other text has its random part."""
+        return f"{self._items[-1]['id']}/logprobs"
+
+    def _logprobs(self) -> str | list[Any] | Iterator[Any]:
+        """Return what a document has for those of the open message; those of a large answer are an iterator."""
+        if self._streams:
+            return self._place if self._place in self._entries else []
+        entries = each_logprobs(self._context.tokenizer, self._sampled)
+        return entries if len(self._sampled) > FEW_TOKENS else [*entries]
 
     def _add(self, item: dict[str, Any]) -> bytes:
         self._items.append(item)
@@ -198,10 +223,12 @@ class ResponsesReply:
                 if ENCRYPTED in (self._request.include or ()):
                     item["encrypted_content"] = encoded(text)
             case "message":
-                part = item["content"][0] | {"logprobs": self._logprobs}
+                if self._place in self._entries:
+                    self._entries[self._place] = [b",".join(self._entries[self._place])]
+                part = item["content"][0] | {"logprobs": self._logprobs()}
                 item["content"] = [part]
                 events = self._item_event(
-                    "response.output_text.done", content_index=0, text=part["text"], logprobs=self._logprobs
+                    "response.output_text.done", content_index=0, text=part["text"], logprobs=part["logprobs"]
                 ) + self._item_event("response.content_part.done", content_index=0, part=part)
             case "function_call":
                 item["arguments"] = self._arguments
@@ -266,11 +293,18 @@ class ResponsesReply:
         return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        data = json.dumps(
-            {"type": kind, "sequence_number": self._sequence, **fields}, ensure_ascii=False, separators=(",", ":")
-        )
+        if not self._streams:
+            return b""
+        data = _json({"type": kind, "sequence_number": self._sequence, **fields})
+        event = f"event: {kind}\ndata: {data}\n\n".encode()
+        for place, entries in self._entries.items():
+            event = (b"[" + b",".join(entries) + b"]").join(event.split(f'"{place}"'.encode()))
         self._sequence += 1
-        return f"event: {kind}\ndata: {data}\n\n".encode()
+        return event
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _new_id(prefix: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, Union, get_args
@@ -13,9 +14,12 @@ from pydantic import Field, TypeAdapter
 
 from edgelm.base.errors import EngineError
 from edgelm.jobs.request import AnswerDelta
+from edgelm.server.api import responses_reply
 from edgelm.server.api.dialects import parse_request, reply_to
 from edgelm.server.api.errors import ApiError, as_api_error
+from edgelm.server.api.logprobs import FEW_TOKENS
 from edgelm.server.api.responses_reply import ResponsesReply, error_event
+from edgelm.server.sse import json_pieces
 from edgelm.text.parse import Content, Reasoning
 from tests.server.api.scripted import CONTEXT, call, delta, end, events
 
@@ -324,3 +328,30 @@ def test_notes_are_shown() -> None:
     response = whole([end(notes=("not enforced: pattern",))], tools=TOOLS)
     assert response["edgelm"]["notes"] == ["not enforced: pattern", "ignored tools: web_search"]
     assert "edgelm" not in whole([end()])
+
+
+def test_log_probabilities_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four events at the end repeat all of them: a long answer's stopped every other stream for half a second."""
+    lengths = []
+    dumps = responses_reply._json
+    monkeypatch.setattr(responses_reply, "_json", lambda value: lengths.append(len(text := dumps(value))) or text)
+    made = reply(stream=True, top_logprobs=2)
+    begun = b"".join([made.opening(), *(made.delta(delta(Content("a"), text="a")) for _ in range(1000))])
+    lengths.clear()
+    ended = made.delta(end())
+    assert max(lengths) < 5000  # of 100,000
+    deltas = [event for event in events(begun) if event["type"] == "response.output_text.delta"]
+    entries = [entry for event in deltas for entry in event["logprobs"]]
+    done, part, item, response = events(ended)
+    assert len(entries) == 1000
+    assert done["logprobs"] == part["part"]["logprobs"] == item["item"]["content"][0]["logprobs"] == entries
+    assert response["response"]["output"][0]["content"][0]["logprobs"] == entries
+
+
+@pytest.mark.parametrize("count", [FEW_TOKENS, FEW_TOKENS + 1])
+def test_a_whole_response_makes_no_events(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(responses_reply, "_json")
+    response = reply(top_logprobs=2).whole([*(delta(Content("a"), text="a") for _ in range(count)), end()])
+    assert isinstance(response["output"][0]["content"][0]["logprobs"], list) == (count <= FEW_TOKENS)
+    entries = json.loads(b"".join(json_pieces(response)))["output"][0]["content"][0]["logprobs"]
+    assert [entry["token"] for entry in entries] == ["a"] * count
