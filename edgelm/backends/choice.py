@@ -91,6 +91,8 @@ def unused_gpu(choice: EngineChoice, settings: Settings, situation: Situation) -
     hint = gpu.hint or situation.offload_problem or situation.offload_hint
     if situation.llama_problem:
         hint = gpu.hint or situation.cuda.hint
+    elif situation.offload_problem and not gpu.problem and (settings.engine == "llama" or not situation.has_torch):
+        return f"{gpu.name} is not used: {situation.offload_problem}"  # whoever installed that needs no torch
     elif settings.engine == "llama":
         reason = gpu.problem or "--engine llama"
     if not (situation.llama_problem or gpu.hint or situation.offload_problem):
@@ -110,6 +112,8 @@ def partly_used(device: str, choice: EngineChoice, settings: Settings) -> str:
     """
     if choice.device != "gpu" or not is_partial(device) or _placing_flag(settings):
         return ""
+    if device == "cpu":
+        return "the GPU has no room for a single layer of the model: the processor computes it"
     return f"the GPU has no room for the whole model: {device}, the processor computes the rest"
 
 

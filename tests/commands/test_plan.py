@@ -95,7 +95,7 @@ def test_flags_change_the_choice_and_not_the_options(edgelm: Edgelm, model: Path
 def test_a_page_shows_the_sizes_a_bar_and_the_choice(
     edgelm: Edgelm, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_module, "nvidia_gpus", lambda: [Gpu("NVIDIA H100", 80 * GIB, 79 * GIB)])
+    monkeypatch.setattr(plan_module, "usable_gpus", lambda: [Gpu("NVIDIA H100", 80 * GIB, 79 * GIB)])
     code, out, errors = edgelm("plan", model)
     assert (code, errors) == (0, "")
     assert "weights" in out

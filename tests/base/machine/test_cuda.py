@@ -12,7 +12,7 @@ import torch
 from edgelm.backends.questions import ask_cuda
 from edgelm.base.machine import cuda
 from edgelm.base.machine.cuda import find_cuda
-from edgelm.base.machine.gpu import Gpu
+from edgelm.base.machine.gpu import CudaState, Gpu, StandingGpu
 
 
 @pytest.fixture
@@ -33,6 +33,14 @@ def mock_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> No
 def test_without_a_driver_no_package_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "find_spec", pytest.fail)
     assert "no NVIDIA driver" in find_cuda(("/nowhere/nvidiactl",)).problem
+
+
+def test_where_no_driver_works_the_hint_is_that_of_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = StandingGpu("the NVIDIA GPU", "this container was started without it", "start it with --gpus all")
+    monkeypatch.setattr(cuda, "standing_gpu", lambda: card)
+    assert find_cuda(("/nowhere/nvidiactl",)) == CudaState(card.problem, card.hint)
+    monkeypatch.setattr(cuda, "standing_gpu", lambda: StandingGpu("the AMD GPU", "it is AMD's", backend="vulkan"))
+    assert find_cuda(("/nowhere/nvidiactl",)) == CudaState("no NVIDIA driver was found")
 
 
 @pytest.mark.parametrize("missing", ["torch", "triton"])
@@ -82,6 +90,7 @@ TOO_OLD = (
     "CUDA initialization: The NVIDIA driver on your system is too old (found version 12040). Please update your "
     "GPU driver by downloading and installing a new version. (Triggered internally at c10/cuda/CUDAFunctions.cpp:119.)"
 )
+MUCH_TOO_OLD = TOO_OLD.replace("12040", "11040")
 NOT_SET_UP = (
     "CUDA initialization: CUDA unknown error - this may be due to an incorrectly set up environment, e.g. changing env "
     "variable CUDA_VISIBLE_DEVICES after program start. (Triggered internally at c10/cuda/CUDAFunctions.cpp:109.)"
@@ -96,10 +105,15 @@ NOT_SET_UP = (
             "the NVIDIA driver is for CUDA 12.4, too old for torch ",
             "update the driver to 580 or newer, or use llama.cpp on the GPU",
         ),
+        (
+            MUCH_TOO_OLD,
+            "the NVIDIA driver is for CUDA 11.4, too old for torch ",
+            "update the driver to 580 or newer, or use llama.cpp on the GPU (`edgelm help gpu`)",
+        ),
         (NOT_SET_UP, "torch finds no usable GPU: CUDA unknown error - this may be due to", "restart the machine"),
         ("", "torch finds no usable GPU", "see what nvidia-smi says"),
     ],
-    ids=["too old", "not set up", "no GPU"],
+    ids=["too old", "much too old", "not set up", "no GPU"],
 )
 def test_a_driver_that_torch_cannot_use(
     driver: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, warning: str, problem: str, hint: str
@@ -116,6 +130,7 @@ def test_a_driver_that_torch_cannot_use(
     state = find_cuda(driver)
     assert state.problem.startswith(problem)
     assert state.hint.startswith(hint)
+    assert ("torch==2.10" in state.hint) is (warning == TOO_OLD)  # it needs a driver for CUDA 12
 
 
 def test_a_process_without_torch_can_ask() -> None:
@@ -127,14 +142,19 @@ def test_a_process_without_torch_can_ask() -> None:
     [
         (["A 5 GPU-1", "A 9 GPU-2"], None, "GPU-2,GPU-1"),
         (["A 9 GPU-1", "A 5 GPU-2"], None, "GPU-1,GPU-2"),
-        (["A 5 GPU-1", "B 9 GPU-2"], None, None),  # the other may be older than Ampere
+        (["A 5 GPU-1", "B 9 GPU-2"], None, None),  # CUDA's own first is the faster one
+        (["A 4 GPU-1", "B 9 GPU-2"], None, "GPU-2,GPU-1"),
+        (["A 9 GPU-1", "B 4 GPU-2"], None, "GPU-1,GPU-2"),
+        (["A 4 GPU-1", "B 20 GPU-old"], None, "GPU-1,GPU-old"),
+        (["A 9 GPU-1", "B 20 GPU-old", "B 4 GPU-2"], None, "GPU-1,GPU-2,GPU-old"),
+        (["A 4 GPU-other", "B 20 GPU-old"], None, None),  # how old they are is not known
         (["A 5 GPU-1", "A 9 GPU-2"], "1", "1"),
         (["A 5 GPU-1", "A 9 "], None, None),
         (["A 5 GPU-1"], None, None),
         ([], None, None),
     ],
 )
-def test_of_two_equal_gpus_the_freer_one_is_the_first(
+def test_of_two_gpus_the_freer_one_is_the_first(
     driver: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, gpus: list[str], visible: str | None, order: str | None
 ) -> None:
     def parsed(line: str) -> Gpu:
@@ -144,6 +164,8 @@ def test_of_two_equal_gpus_the_freer_one_is_the_first(
     mock_gpu(monkeypatch, (8, 6))
     monkeypatch.setattr(cuda, "context_bytes", lambda: 0)
     monkeypatch.setattr(cuda, "nvidia_gpus", lambda: [parsed(line) for line in gpus])
+    capabilities = {"GPU-1": (8, 6), "GPU-2": (8, 9), "GPU-old": (7, 5)}
+    monkeypatch.setattr(cuda, "compute_capabilities", lambda: capabilities)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")  # so that it is as before after this test
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
