@@ -18,6 +18,7 @@ import torch
 
 from edgelm.backends.torch.failures import gpu_errors
 from edgelm.base.errors import DeviceError, EngineError
+from edgelm.base.machine.llama_build import install_command
 from edgelm.kernels.gpu_target import num_sms
 from edgelm.kernels.trial import PART, SIZE, chain, chained, product
 
@@ -75,7 +76,8 @@ def _has_headers() -> bool:
 
 
 def _no_compiler(_: BaseException) -> EngineError:
-    hint = f"`sudo apt install build-essential` or your system's gcc, {OR_LLAMA}"
+    without_root = install_command("ziglang")
+    hint = f"`sudo apt install build-essential` or your system's gcc; without root, {without_root}; {OR_LLAMA}"
     return DeviceError("Triton needs a C compiler, and there is none", hint)
 
 

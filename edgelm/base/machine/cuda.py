@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
+import sys
 import warnings
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from edgelm.base.atomic import atomic_write
 from edgelm.base.machine.gpu import (
     INSTALL,
     NO_DRIVER,
@@ -26,6 +30,7 @@ from edgelm.base.machine.gpu import (
     usable_gpus,
 )
 from edgelm.base.machine.llama_build import install_command
+from edgelm.base.places import own_places
 
 MIN_CAPABILITY = 8, 0
 TRITON = (3, 6), (3, 10)  # the first supported version, and the first that is not
@@ -49,6 +54,7 @@ def find_cuda(driver_files: tuple[str, ...] = DRIVER_FILES) -> CudaState:
     if not TRITON[0] <= number < TRITON[1]:
         return CudaState(f"triton is {triton}, and 3.6 to 3.9 are known to work", INSTALL)
     _name_the_freest_first()
+    _name_zig()
     return _check_gpu()
 
 
@@ -71,6 +77,24 @@ def _name_the_freest_first() -> None:
             return
         ordered = [*fine, *(gpu for gpu in ordered if gpu not in fine)]
     os.environ[VISIBLE] = ",".join(gpu.uuid for gpu in ordered)
+
+
+def _name_zig() -> None:
+    """Let Triton compile C by PyPI's ziglang where that is installed and no other compiler is.
+
+    Triton wants the path of one program, and zig's C compiler is a command of it.
+    """
+    if "CC" in os.environ or shutil.which("gcc") or shutil.which("clang") or find_spec("ziglang") is None:
+        return
+    script = own_places().cache / "zig-cc"
+    command = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m ziglang cc "$@"\n'
+    try:
+        script.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(script, command.encode())
+        script.chmod(0o755)
+    except OSError:
+        return  # Triton then says that there is no compiler
+    os.environ["CC"] = str(script)
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import warnings
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from edgelm.backends.questions import ask_cuda
 from edgelm.base.machine import cuda
 from edgelm.base.machine.cuda import find_cuda
 from edgelm.base.machine.gpu import CudaState, Gpu, StandingGpu
+from edgelm.base.places import Places
 
 
 @pytest.fixture
@@ -171,3 +173,29 @@ def test_of_two_gpus_the_freer_one_is_the_first(
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert not find_cuda(driver).problem
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == order
+
+
+def test_where_there_is_no_c_compiler_that_of_ziglang_is_taken(
+    driver: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton starts the program in CC."""
+    package = tmp_path / "ziglang"
+    package.mkdir()
+    (package / "__main__.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    (package / "__init__.py").touch()
+    mock_gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr(cuda, "own_places", lambda: Places({"EDGELM_CACHE_DIR": str(tmp_path / "a cache")}))
+    monkeypatch.setattr(cuda.shutil, "which", lambda *_, **__: None)
+    monkeypatch.setenv("CC", "cc")
+    find_cuda(driver)
+    assert os.environ["CC"] == "cc"
+    monkeypatch.delenv("CC")
+    find_cuda(driver)
+    assert "CC" not in os.environ, "ziglang is not installed"
+    monkeypatch.syspath_prepend(tmp_path)
+    find_cuda(driver)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [os.environ["CC"], "a b.c", "-O3"], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "['cc', 'a b.c', '-O3']\n"
