@@ -95,6 +95,8 @@ def unused_gpu(choice: EngineChoice, settings: Settings, situation: Situation) -
         return f"{gpu.name} is not used: {situation.offload_problem}"  # whoever installed that needs no torch
     elif settings.engine == "llama":
         reason = gpu.problem or "--engine llama"
+    elif situation.cuda.old_driver:
+        hint = gpu.hint or situation.offload_problem or situation.cuda.hint
     if not (situation.llama_problem or gpu.hint or situation.offload_problem):
         reason += f", and {NO_OFFLOAD}"
     return f"{gpu.name} is not used: {reason}" + (f"; {hint}" if hint else "")
@@ -114,7 +116,7 @@ def partly_used(device: str, choice: EngineChoice, settings: Settings) -> str:
         return ""
     if device == "cpu":
         return "the GPU has no room for a single layer of the model: the processor computes it"
-    return f"the GPU has no room for the whole model: {device}, the processor computes the rest"
+    return f"the GPU has no room for the whole model ({device}): the processor computes the rest"
 
 
 def _choose(settings: Settings, situation: Situation) -> EngineChoice:

@@ -178,6 +178,11 @@ UNUSED = replace(GGUF, gpu=CARD, offload_hint=TYPE)
             "the NVIDIA GPU is not used: no NVIDIA driver was found; install it",
         ),
         (
+            {"cuda": CudaState("the driver is too old", "update it, or use llama.cpp", old_driver=True)},
+            {},
+            f"NVIDIA GeForce RTX 4090 is not used: the driver is too old, and {ALONE}; update it, or use llama.cpp",
+        ),
+        (
             {"llama_problem": "llama.cpp does not read safetensors", "cuda": NO_TRITON},
             {},
             "NVIDIA GeForce RTX 4090 is not used: triton is not installed; pipx install 'edgelm[cuda]'",
@@ -232,7 +237,11 @@ def test_each_way_says_why_it_is_not_taken() -> None:
 @pytest.mark.parametrize(
     ("device", "settings", "told"),
     [
-        ("CUDA0, 20 of 33 layers", {}, "CUDA0, 20 of 33 layers, the processor computes the rest"),
+        (
+            "CUDA0, 20 of 33 layers",
+            {},
+            "no room for the whole model (CUDA0, 20 of 33 layers): the processor computes the rest",
+        ),
         ("cpu", {}, "no room for a single layer of the model: the processor computes it"),
         ("Vulkan0, experts of 9 layers on cpu", {"gpu_layers": "all"}, ""),
         ("CUDA0 + CUDA1", {}, ""),

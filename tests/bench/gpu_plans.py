@@ -280,9 +280,7 @@ def outcome(model: OpenedModel, free: int) -> str:
 
 
 def main() -> None:
-    print(
-        f"{'model':<16} {'GB':>5} {'free':>5}  {'llama.cpp: layers on the GPU, context, GiB':<{WIDTH}}taken, and why not ours"
-    )
+    print(f"{'model':<16} {'GB':>5} {'free':>5}  {'llama.cpp: layers on the GPU':<{WIDTH}}taken, and why not ours")
     with tempfile.TemporaryDirectory() as folder:
         for model in MODELS:
             if not sys.argv[1:] or model.name in sys.argv[1:]:

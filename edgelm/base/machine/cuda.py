@@ -134,7 +134,7 @@ def _check_gpu() -> CudaState:
         return CudaState(f"the GPU does not answer: {str(error).splitlines()[0]}", "see what nvidia-smi says")
     if capability < MIN_CAPABILITY:
         return CudaState(
-            f"{name} is older than the Ampere generation (sm_80)", "llama.cpp runs on it", name, free, total
+            "the GPU is older than the Ampere generation (sm_80)", "llama.cpp runs on it", name, free, total
         )
     return CudaState("", "", name, free, total, context)
 
@@ -149,7 +149,7 @@ def _unusable(warning: str, torch_version: str, cuda_version: str) -> CudaState:
         hint = f"update the driver{driver_place()} to 580 or newer, or use llama.cpp on the GPU (`edgelm help gpu`)"
         if major >= 12:
             hint += f", or keep the driver: {install_command('torch==2.10.*')}"
-        return CudaState(problem, hint)
+        return CudaState(problem, hint, old_driver=True)
     reason = re.split(r"CUDA initialization: |\. |, e\.g\.|\(Triggered", warning)[1].strip() if warning else ""
     if reason:
         hint = "restart the machine if the NVIDIA driver was updated; see what nvidia-smi says"

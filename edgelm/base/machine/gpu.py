@@ -53,6 +53,7 @@ class CudaState:
     free_bytes: int = 0  # beside the context of the process that asked
     total_bytes: int = 0
     context_bytes: int = 0  # of that context; 0: not known
+    old_driver: bool = False  # the problem is the driver's age
 
 
 class Gpu(NamedTuple):
@@ -123,7 +124,7 @@ def _why_unlisted(root: Path) -> tuple[str, str]:
         return problem, "update NVIDIA's driver in Windows, and type there: wsl --shutdown"
     if "version mismatch" in problem:
         return problem, "restart the machine: the driver was updated"
-    return problem, "restart the machine, or install the NVIDIA driver again for its kernel"
+    return problem, "restart the machine; if that does not help, install the NVIDIA driver again"
 
 
 def driver_place(root: Path = Path("/")) -> str:

@@ -134,7 +134,7 @@ def test_a_container_without_the_gpu_is_not_told_to_install_a_driver(
         ("Failed to initialize NVML: Driver/library version mismatch", "restart the machine: the driver was updated"),
         (
             "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.",
-            "restart the machine, or install the NVIDIA driver again for its kernel",
+            "restart the machine; if that does not help, install the NVIDIA driver again",
         ),
     ],
 )
