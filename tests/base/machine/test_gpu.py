@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from edgelm.base.machine import gpu
-from edgelm.base.machine.gpu import Gpu, StandingGpu, compute_capabilities, nvidia_gpus, standing_gpu, usable_gpus
+from edgelm.base.machine.gpu import (
+    Gpu,
+    StandingGpu,
+    compute_capabilities,
+    driver_place,
+    nvidia_gpus,
+    standing_gpu,
+    usable_gpus,
+)
 
 MIB = 2**20
 
@@ -159,7 +167,9 @@ def test_in_wsl_the_card_is_on_no_bus_and_the_driver_is_that_of_windows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, works: bool
 ) -> None:
     folder = tmp_path / "usr/lib/wsl/lib"
+    assert driver_place(tmp_path) == ""
     folder.mkdir(parents=True)
+    assert driver_place(tmp_path) == " in Windows"
     line = "echo 'NVIDIA GeForce RTX 4090, 581.15, 24564, 22000, GPU-1a, [N/A]'"
     tool(
         folder,
