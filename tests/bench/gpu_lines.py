@@ -231,7 +231,7 @@ def main() -> None:
             show(title, partly_used(placement.describe(layers), used, Settings()))
         print("\nOur kernels are checked and compiled: each line replaces the one before\n")
         lines: list[str] = []
-        run_check(CheckGpu(None, ("f16",), "off"), lines.append, command=(sys.executable, "-c", WORKER))
+        run_check(CheckGpu(None, ("f16",), "off", short=True), lines.append, command=(sys.executable, "-c", WORKER))
         show("the check", *lines)
         with patch.object(trial, "install_command", lambda package: f"type: pipx inject edgelm {package}"):
             show("gcc is missing", errors(lambda: _raise(RuntimeError("Failed to find C compiler."))))
