@@ -5,7 +5,9 @@ Owns these facts. Knows nothing of any op.
 
 from __future__ import annotations
 
+import ctypes
 import re
+from contextlib import suppress
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -146,10 +148,20 @@ def _compiled_dot_probe() -> Any:
 
 
 def _driver_version() -> str:
-    """Return the driver's version as its kernel module reports it."""
+    """Return the driver's version as its kernel module reports it, or its library: WSL has no such module."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
-        return "unknown"
+        text = _nvml_version()
     match = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", text)
     return match[0] if match else "unknown"
+
+
+def _nvml_version() -> str:
+    text = ctypes.create_string_buffer(80)
+    with suppress(OSError, AttributeError):
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2() == 0:
+            nvml.nvmlSystemGetDriverVersion(text, len(text))
+            nvml.nvmlShutdown()
+    return text.value.decode(errors="replace")

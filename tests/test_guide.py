@@ -33,9 +33,11 @@ from edgelm.tui.dialogs.params import parse_params
 ROOT = Path(__file__).parent.parent
 MAX_SECTION_LEN = 1000  # characters: a small model reads several at a time
 NUM_SECTIONS = range(60, 220)
-OTHERS_FLAGS = {"--extra-index-url", "--find-links", "--pip-args"}  # pip's and uv's
+# pip's, uv's, and Docker's
+OTHERS_FLAGS = {"--extra-index-url", "--find-links", "--pip-args", "--force-reinstall", "--no-binary", "--gpus"}
 OTHERS_VARIABLES = {
     "TRITON_CACHE_DIR",
+    "CUDA_VISIBLE_DEVICES",
     "HF_HOME",
     "HF_HUB_CACHE",
     "HF_ENDPOINT",

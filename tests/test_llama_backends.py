@@ -11,6 +11,7 @@ import pytest
 from edgelm.backends.llama import binding as llama_binding
 from edgelm.base.errors import EngineError
 from edgelm.base.machine import llama_build
+from edgelm.base.machine.gpu import StandingGpu
 from edgelm.base.machine.llama_build import InstalledLlama
 
 SCORES = {"x64": 1, "haswell": 40, "zen4": 700, "sapphirerapids": 0}
@@ -47,6 +48,11 @@ class Settable:
 
     def __call__(self, *arguments: Any) -> Any:
         return self.function(*arguments)
+
+
+@pytest.fixture(autouse=True)
+def no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama_binding, "standing_gpu", lambda: None)
 
 
 @pytest.fixture
@@ -189,6 +195,7 @@ def test_a_gpu_backend_without_a_gpu_gives_the_drivers_reason(
         ),
         ("edgelm-llama", "libstdc++.so.6", "install libstdc++.so.6 (Debian, Ubuntu: libstdc++6)"),
         ("llama-cpp-python", "libcudart.so.13", "install libcudart.so.13, or uninstall llama-cpp-python"),
+        ("llama-cpp-python", "libcuda.so.1", f"{llama_binding._DRIVERS['cuda']}, or uninstall llama-cpp-python"),
     ],
 )
 def test_a_library_that_the_system_lacks_is_named_with_its_package(
@@ -217,3 +224,48 @@ def test_a_damaged_library_is_installed_again(monkeypatch: pytest.MonkeyPatch, t
 def test_a_gpu_backend_without_a_driver_is_no_error(folder: Path) -> None:
     (folder / "libggml-metal.so").touch()
     assert load(folder, Library(broken="metal")).name == "libggml-cpu-zen4.so"
+
+
+REASON = "CUDA driver version is insufficient for CUDA runtime version"
+TOO_OLD = f"ggml_cuda_init: failed to initialize CUDA: {REASON}\n".encode()
+NONE_FOUND = f"llama-cpp-python 0.3.36 with CUDA finds no GPU ({REASON})"
+
+
+@pytest.mark.parametrize(
+    ("name", "num_gpus", "card", "problem"),
+    [
+        (
+            "libggml-cuda.so",
+            0,
+            None,
+            f"{NONE_FOUND}; install or update NVIDIA's driver (525 or newer for CUDA 12, 580 for CUDA 13)",
+        ),
+        (
+            "libggml-cuda.so",
+            0,
+            StandingGpu("the NVIDIA GPU", "this container was started without it", "start it with --gpus all"),
+            f"{NONE_FOUND}; start it with --gpus all",
+        ),
+        ("libggml-cuda.so", 2, None, ""),
+        ("libggml-blas.so", 0, None, ""),
+    ],
+    ids=["too old a driver", "a container", "two GPUs", "no backend for GPUs"],
+)
+def test_somebodys_build_for_gpus_says_why_it_finds_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, num_gpus: int, card: StandingGpu | None, problem: str
+) -> None:
+    (tmp_path / name).touch()
+    library = Library(num_gpus=num_gpus)
+
+    def start(_: bytes) -> int:
+        library.set_log(4, TOO_OLD if num_gpus == 0 else b"ggml_cuda_init: found 2 CUDA devices\n", None)
+        return 1
+
+    native = SimpleNamespace(
+        ggml_backend_reg_by_name=Settable(start), ggml_backend_reg_dev_count=Settable(lambda _: library.num_gpus)
+    )
+    binding = SimpleNamespace(_lib=native, llama_log_set=library.llama_log_set)
+    monkeypatch.setattr(llama_binding, "import_module", lambda _: binding)
+    monkeypatch.setattr(llama_binding, "standing_gpu", lambda: card)
+    monkeypatch.setattr(llama_build, "package_folder", lambda _: None)
+    assert llama_binding._load(InstalledLlama("llama-cpp-python", "0.3.36", tmp_path))[2] == problem

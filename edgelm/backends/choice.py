@@ -91,8 +91,12 @@ def unused_gpu(choice: EngineChoice, settings: Settings, situation: Situation) -
     hint = gpu.hint or situation.offload_problem or situation.offload_hint
     if situation.llama_problem:
         hint = gpu.hint or situation.cuda.hint
+    elif situation.offload_problem and not gpu.problem and (settings.engine == "llama" or not situation.has_torch):
+        return f"{gpu.name} is not used: {situation.offload_problem}"  # whoever installed that needs no torch
     elif settings.engine == "llama":
         reason = gpu.problem or "--engine llama"
+    elif situation.cuda.old_driver:
+        hint = gpu.hint or situation.offload_problem or situation.cuda.hint
     if not (situation.llama_problem or gpu.hint or situation.offload_problem):
         reason += f", and {NO_OFFLOAD}"
     return f"{gpu.name} is not used: {reason}" + (f"; {hint}" if hint else "")
@@ -110,7 +114,9 @@ def partly_used(device: str, choice: EngineChoice, settings: Settings) -> str:
     """
     if choice.device != "gpu" or not is_partial(device) or _placing_flag(settings):
         return ""
-    return f"the GPU has no room for the whole model: {device}, the processor computes the rest"
+    if device == "cpu":
+        return "the GPU has no room for a single layer of the model: the processor computes it"
+    return f"the GPU has no room for the whole model ({device}): the processor computes the rest"
 
 
 def _choose(settings: Settings, situation: Situation) -> EngineChoice:

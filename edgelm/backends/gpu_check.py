@@ -138,6 +138,7 @@ def run_check(request: CheckGpu, notify: Notify = lambda _: None, *, command: tu
 def _attempt(request: CheckGpu, notify: Notify, until: float, command: tuple[str, ...]) -> GpuVerdict | OpVerdict:
     """Run the worker once; an OpVerdict is that of the op during which it crashed or hung."""
     current, count, limit_s = Begun("", ""), 0, START_S
+    once = ", once for a kind of model" if request.short else ""  # whoever loads a model did not ask for it
     with Worker(WORKER, replies=(Begun, Checked), errors=(DeviceError, EngineError), command=command) as worker:
         worker.send(request)
         try:
@@ -148,10 +149,10 @@ def _attempt(request: CheckGpu, notify: Notify, until: float, command: tuple[str
                 if not reply.op:
                     current, limit_s = reply, START_S
                     if not count:
-                        notify("checking the GPU: a first kernel is compiled and tried")
+                        notify(f"checking the GPU{once}: a first kernel is compiled and tried")
                     continue
                 current, count, limit_s = reply, count + 1, OP_S
-                notify(f"checking the GPU's kernels: {count}, {reply.op} of {reply.detail}")
+                notify(f"checking the GPU's kernels{once}: {count}, {reply.op} of {reply.detail}")
         except TimeoutError:
             worker.kill_group()
             return _lost(current, f"hangs: it is not done after {limit_s:.0f} s")

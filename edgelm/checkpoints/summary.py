@@ -226,5 +226,9 @@ def recurrent_state_bytes(values: Values, summary: ModelSummary) -> int:
     inner, states = number("ssm.inner_size"), number("ssm.state_size")
     window = max(number("ssm.conv_kernel") - 1, 0) * (inner + 2 * number("ssm.group_count") * states)
     window += max(number("shortconv.l_cache") - 1, 0) * summary.width
-    num_recurrent = sum(heads == 0 for heads in summary.kv_heads) - number("nextn_predict_layers")
+    feeds = None
+    if summary.architecture.startswith("nemotron_h"):  # a layer is one of three: recurrent, attention, feed-forward
+        feeds = values.per_layer("feed_forward_length", num_layers=summary.layers, high=MAX_STATE)
+    layers = zip(summary.kv_heads, feeds or [0] * summary.layers, strict=True)
+    num_recurrent = sum(heads == 0 == feed for heads, feed in layers) - number("nextn_predict_layers")
     return F32_BYTES * max(num_recurrent, 0) * (window + inner * states)

@@ -30,7 +30,7 @@ from edgelm.base.machine import facts as machine
 from edgelm.base.machine.bandwidth import read_bandwidth
 from edgelm.base.machine.conditions import conditions
 from edgelm.base.machine.cpu import usable_cores
-from edgelm.base.machine.gpu import Gpu, nvidia_gpus
+from edgelm.base.machine.gpu import Gpu, usable_gpus
 from edgelm.base.machine.memory import available_memory_bytes
 from edgelm.base.places import Places
 from edgelm.checkpoints.folder import folder_facts
@@ -89,7 +89,7 @@ def show_plan(model: str, flags: Mapping[str, object], *, as_json: bool) -> None
                 result, exact, placement = drafting
                 result = replace(result, heads=heads)
                 break
-    gpus = nvidia_gpus()
+    gpus = usable_gpus()
     with reader_may_leave():
         if as_json:
             document = as_document(result, facts, memory, gpus, choice, placement, exact=exact)
@@ -299,7 +299,11 @@ def _print(
         room = f"{_gib(device.free_bytes)} of {_gib(device.total_bytes)} free"
         console.print(escape(f"{device.name}, {device.description}: {room}{unused}"), soft_wrap=True)
     for gpu in () if choice.devices else gpus:
-        room = f"{_gib(gpu.free_bytes)} of {_gib(gpu.total_bytes)} free"
+        room = (
+            f"{_gib(gpu.free_bytes)} of {_gib(gpu.total_bytes)} free"
+            if gpu.total_bytes
+            else "its driver tells no memory"
+        )
         used = "" if choice.device != "cpu" else "; not used"
         console.print(escape(f"{gpu.name}: {room}{used}"), soft_wrap=True)
     kind = "gpu" if placement.devices else "cpu" if choice.device == "gpu" else choice.device

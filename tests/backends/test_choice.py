@@ -13,6 +13,7 @@ from edgelm.base.machine.gpu import CudaState, StandingGpu
 
 GPU = CudaState("", "", "GPU X", 80 * 2**30, 80 * 2**30)
 NO_DRIVER = CudaState("no NVIDIA driver was found")
+NO_TORCH = CudaState("torch is not installed", "pipx install 'edgelm[cuda]'")
 NO_TRITON = CudaState("triton is not installed", "pipx install 'edgelm[cuda]'")
 GGUF = Situation(model="m", has_torch=True, cuda=GPU)
 FOLDER = replace(GGUF, llama_problem="llama.cpp does not read safetensors")
@@ -158,9 +159,28 @@ UNUSED = replace(GGUF, gpu=CARD, offload_hint=TYPE)
             "NVIDIA GeForce RTX 4090 is not used: no mamba; edgelm-llama-cuda finds no GPU; update the driver",
         ),
         (
+            {
+                "has_torch": False,
+                "cuda": NO_TORCH,
+                "offload_problem": "edgelm-llama-cuda finds no GPU; update the driver",
+            },
+            {},
+            "NVIDIA GeForce RTX 4090 is not used: edgelm-llama-cuda finds no GPU; update the driver",
+        ),
+        (
+            {"offload_problem": "edgelm-llama-cuda finds no GPU; update the driver"},
+            {"engine": "llama"},
+            "NVIDIA GeForce RTX 4090 is not used: edgelm-llama-cuda finds no GPU; update the driver",
+        ),
+        (
             {"cuda": NO_DRIVER, "gpu": StandingGpu("the NVIDIA GPU", "no NVIDIA driver was found", "install it")},
             {},
             "the NVIDIA GPU is not used: no NVIDIA driver was found; install it",
+        ),
+        (
+            {"cuda": CudaState("the driver is too old", "update it, or use llama.cpp", old_driver=True)},
+            {},
+            f"NVIDIA GeForce RTX 4090 is not used: the driver is too old, and {ALONE}; update it, or use llama.cpp",
         ),
         (
             {"llama_problem": "llama.cpp does not read safetensors", "cuda": NO_TRITON},
@@ -217,8 +237,12 @@ def test_each_way_says_why_it_is_not_taken() -> None:
 @pytest.mark.parametrize(
     ("device", "settings", "told"),
     [
-        ("CUDA0, 20 of 33 layers", {}, "CUDA0, 20 of 33 layers, the processor computes the rest"),
-        ("cpu", {}, "no room for the whole model"),
+        (
+            "CUDA0, 20 of 33 layers",
+            {},
+            "no room for the whole model (CUDA0, 20 of 33 layers): the processor computes the rest",
+        ),
+        ("cpu", {}, "no room for a single layer of the model: the processor computes it"),
         ("Vulkan0, experts of 9 layers on cpu", {"gpu_layers": "all"}, ""),
         ("CUDA0 + CUDA1", {}, ""),
         ("CUDA0, 20 of 33 layers", {"gpu_layers": "20"}, ""),  # the user's own choice

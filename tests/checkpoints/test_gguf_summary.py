@@ -10,9 +10,9 @@ import pytest
 
 from edgelm.base.errors import ModelError
 from edgelm.checkpoints.gguf import open_gguf
-from edgelm.checkpoints.summary import ModelSummary, model_summary
+from edgelm.checkpoints.summary import ModelSummary, model_facts, model_summary
 from tests.checkpoints.gguf_bytes import RawGGUF
-from tests.checkpoints.small_models import FAMILIES, LLAMA, WIDTH, key, model, tensor
+from tests.checkpoints.small_models import FAMILIES, LLAMA, MAMBA, WIDTH, key, model, tensor
 from tests.real_data import data_file, vocabulary
 from tests.tiny import write_tiny
 
@@ -84,6 +84,22 @@ def test_only_layers_that_keep_keys_count(tmp_path: Path, family: str, kv_heads:
     result = summary(tmp_path, FAMILIES[family])
     assert result.kv_heads == kv_heads
     assert result.kv_bytes_per_token == kv_bytes
+
+
+def test_of_nemotron_only_layers_without_keys_and_feed_forward_are_recurrent(tmp_path: Path) -> None:
+    """llama.cpp keeps a state for these: in other families recurrent layers have a feed-forward part, too."""
+    keys = {"ssm__conv_kernel": 4, "ssm__inner_size": 64, "ssm__state_size": 16, "ssm__group_count": 1}
+    sizes = []
+    for feeds in ([0, 32, 0, 0], [0, 32, 32, 0]):
+        raw = model(
+            "nemotron_h_moe", [MAMBA] * 4, attention__head_count_kv=[0, 0, 0, 2], **keys, feed_forward_length=feeds
+        )
+        path = tmp_path / "model.gguf"
+        path.write_bytes(raw.to_bytes())
+        with open_gguf(path) as gguf:
+            sizes.append(model_facts(gguf).state_bytes)
+    state = 4 * (3 * (64 + 2 * 16) + 64 * 16)
+    assert sizes == [2 * state, state]
 
 
 def test_layers_with_a_window_may_have_heads_of_their_own_length(tmp_path: Path) -> None:

@@ -95,7 +95,8 @@ def test_flags_change_the_choice_and_not_the_options(edgelm: Edgelm, model: Path
 def test_a_page_shows_the_sizes_a_bar_and_the_choice(
     edgelm: Edgelm, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_module, "nvidia_gpus", lambda: [Gpu("NVIDIA H100", 80 * GIB, 79 * GIB)])
+    gpus = [Gpu("NVIDIA H100", 80 * GIB, 79 * GIB), Gpu("NVIDIA GB10", 0, 0)]
+    monkeypatch.setattr(plan_module, "usable_gpus", lambda: gpus)
     code, out, errors = edgelm("plan", model)
     assert (code, errors) == (0, "")
     assert "weights" in out
@@ -104,6 +105,7 @@ def test_a_page_shows_the_sizes_a_bar_and_the_choice(
     assert "chosen: --ctx 4096 --kv f16 --threads" in out
     assert "estimate" in out
     assert "NVIDIA H100: 79.00 GiB of 80.00 GiB free; not used" in out
+    assert "NVIDIA GB10: its driver tells no memory; not used" in out
     measured = conditions("llama", 0.7)
     assert out.endswith(f"{measured}\n")
     assert edgelm.document(model)["measured"] == asdict(measured)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -49,7 +52,7 @@ def test_products_of_sm_90_are_not_pipelined_by_a_triton_with_faults(
 
 
 @pytest.mark.parametrize(
-    ("capability", "hbm"), [(80, True), (86, False), (89, False), (90, True), (100, True), (120, False)]
+    ("capability", "hbm"), [(80, True), (86, False), (89, False), (90, True), (100, True), (103, True), (120, False)]
 )
 def test_which_gpus_have_hbm(monkeypatch: pytest.MonkeyPatch, capability: int, hbm: bool) -> None:
     from triton.runtime import driver
@@ -64,3 +67,24 @@ def test_which_gpus_have_hbm(monkeypatch: pytest.MonkeyPatch, capability: int, h
 
 def test_interpreted_kernels_have_no_hbm() -> None:
     assert not gpu_target.has_hbm()
+
+
+@pytest.mark.parametrize(("status", "version"), [(0, "581.15"), (9, "unknown")])
+def test_in_wsl_the_drivers_library_tells_its_version(
+    monkeypatch: pytest.MonkeyPatch, status: int, version: str
+) -> None:
+    """Measurements that are kept are of one driver; WSL has no /proc/driver/nvidia."""
+
+    def write(text: Any, size: int) -> int:
+        assert size >= 80, "NVML's own least"
+        text.value = b"581.15"
+        return 0
+
+    library = SimpleNamespace(nvmlInit_v2=lambda: status, nvmlSystemGetDriverVersion=write, nvmlShutdown=lambda: 0)
+
+    def no_module(path: Path) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", no_module)
+    monkeypatch.setattr(ctypes, "CDLL", {"libnvidia-ml.so.1": library}.__getitem__)
+    assert gpu_target._driver_version() == version

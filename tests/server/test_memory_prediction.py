@@ -10,6 +10,7 @@ import pytest
 
 from edgelm.base.config import Settings
 from edgelm.base.errors import EdgeLMError, ModelError
+from edgelm.base.machine.gpu import Gpu
 from edgelm.base.workers.messages import Footprint, Predict
 from edgelm.library.scan import LocalModel
 from edgelm.server.engines import memory
@@ -35,6 +36,21 @@ def test_a_prediction_and_a_refusal(tmp_path: Path) -> None:
     assert predicted(path).total_bytes > path.stat().st_size
     with pytest.raises(ModelError, match=r"0\.00 GiB are free"):  # of this class, so that the room adds who is pinned
         predicted(path, 1)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "free"),
+    [
+        ([Gpu("A", 80, 40), Gpu("B", 80, 70)], 70),
+        ([Gpu("GB10", 0, 0)], 1000),  # its memory is the processor's
+        ([], 0),
+    ],
+)
+def test_the_free_memory_of_the_gpu(monkeypatch: pytest.MonkeyPatch, gpus: list[Gpu], free: int) -> None:
+    monkeypatch.setattr(memory, "has_torch", lambda: True)
+    monkeypatch.setattr(memory, "usable_gpus", lambda: gpus)
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 1000)
+    assert memory.measure([]).gpu_free_bytes == int(memory.USABLE * free)
 
 
 def test_a_file_that_is_gone_is_one_line(tmp_path: Path) -> None:

@@ -12,11 +12,14 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgelm.base.errors import EngineError
+from edgelm.base.machine.gpu import driver_place, standing_gpu
 from edgelm.base.machine.llama_build import GPU_WHEELS, INSTALL, GpuWheel, InstalledLlama, find_build, gpu_library
 
 if TYPE_CHECKING:
@@ -25,8 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["BUILD", "L", "cpu_library", "gpu_problem", "load_mtmd"]
 
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
+_NAMES = {"cuda": b"CUDA", "vulkan": b"Vulkan"}  # of backends, in ggml's registry
 _DRIVERS = {
-    "cuda": "install or update NVIDIA's driver (525 or newer for CUDA 12, 580 for CUDA 13)",
+    "cuda": f"install or update NVIDIA's driver{driver_place()} (525 or newer for CUDA 12, 580 for CUDA 13)",
     "vulkan": "install your GPU's driver for Vulkan (Debian, Ubuntu: libvulkan1 mesa-vulkan-drivers)",
 }
 # A system without a compiler may lack these. edgelm-llama needs no libgomp: packaging/llama/threads.c is in its place.
@@ -69,7 +73,8 @@ def _load(build: InstalledLlama) -> tuple[Any, Path, str]:
     try:
         if not build.ready_made:
             binding = import_module("llama_cpp.llama_cpp")
-            return binding, build.lib_dir / f"libggml-cpu{_SUFFIX}", _load_gpu_wheels(binding, build)
+            problems = filter(None, (_own_gpu_problem(binding, build), _load_gpu_wheels(binding, build)))
+            return binding, build.lib_dir / f"libggml-cpu{_SUFFIX}", ". ".join(problems)
         binding = import_module("edgelm_llama.llama_cpp")
         entries = ctypes.CDLL(str(build.lib_dir / f"libedgelm_abi{_SUFFIX}"))
     except (OSError, RuntimeError, AttributeError) as error:
@@ -85,6 +90,8 @@ def _repair(reason: str, build: InstalledLlama) -> str:
         return INSTALL
     package = _DEBIAN.get(missing[1].partition(".so")[0])
     hint = f"install {missing[1]}" + (f" (Debian, Ubuntu: {package})" if package else "")
+    if missing[1].startswith("libcuda.so"):
+        hint = _driver_hint("cuda")
     return hint if build.ready_made else f"{hint}, or uninstall {build.package}"
 
 
@@ -114,6 +121,44 @@ def _load_gpu_wheels(binding: Any, build: InstalledLlama) -> str:
     return ". ".join(filter(None, (_load_gpu_wheel(wheel, binding, build) for wheel in GPU_WHEELS)))
 
 
+def _own_gpu_problem(binding: Any, build: InstalledLlama) -> str:
+    """Return why the backend for GPUs of somebody's build is of no use; empty: it is, or there is none."""
+    backend = next((name for name in _NAMES if (build.lib_dir / f"libggml-{name}{_SUFFIX}").exists()), None)
+    if backend is None:
+        return ""
+    native = binding._lib  # noqa: SLF001 - as above
+    native.ggml_backend_reg_by_name.restype = ctypes.c_void_p
+    native.ggml_backend_reg_dev_count.argtypes = [ctypes.c_void_p]
+    with _log_of(binding) as lines:  # the first call starts the backends
+        found = native.ggml_backend_reg_by_name(_NAMES[backend])
+    if found and native.ggml_backend_reg_dev_count(found):
+        return ""
+    return f"{build.package} {build.version} with {_NAMES[backend].decode()} {_no_device(lines, backend)}"
+
+
+def _no_device(lines: Sequence[str], backend: str) -> str:
+    """Return that a backend finds no GPU, why by what it logged, and what to do."""
+    reason = next((f" ({line.rpartition(': ')[2]})" for line in lines if "failed to initialize" in line), "")
+    return f"finds no GPU{reason}; {_driver_hint(backend)}"
+
+
+def _driver_hint(backend: str) -> str:
+    card = standing_gpu() if backend == "cuda" else None
+    return card.hint if card and card.hint else _DRIVERS[backend]
+
+
+@contextmanager
+def _log_of(binding: Any) -> Iterator[list[str]]:
+    """Yield the list of the lines that llama.cpp logs in the block."""
+    lines: list[str] = []
+    log = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(
+        lambda _level, text, _data: lines.append((text or b"").decode(errors="replace").strip())
+    )
+    binding.llama_log_set(log, None)
+    yield lines
+    binding.llama_log_set(_SILENT, None)
+
+
 def _load_gpu_wheel(wheel: GpuWheel, binding: Any, build: InstalledLlama) -> str:
     """Load the backend of one wheel. Return why it is of no use; empty: it is, or is not installed."""
     try:
@@ -122,15 +167,10 @@ def _load_gpu_wheel(wheel: GpuWheel, binding: Any, build: InstalledLlama) -> str
         return f"{error.message}; {error.hint}"
     if library is None:
         return ""
-    native, driver = binding._lib, _DRIVERS[wheel.backend]  # noqa: SLF001 - as above
+    native = binding._lib  # noqa: SLF001 - as above
     native.ggml_backend_load.restype = ctypes.c_void_p
-    lines: list[str] = []
-    log = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(
-        lambda _level, text, _data: lines.append((text or b"").decode(errors="replace").strip())
-    )
-    binding.llama_log_set(log, None)
-    backend = native.ggml_backend_load(str(library).encode())
-    binding.llama_log_set(_SILENT, None)
+    with _log_of(binding) as lines:
+        backend = native.ggml_backend_load(str(library).encode())
     native.ggml_backend_reg_dev_count.argtypes = [ctypes.c_void_p]
     if backend and native.ggml_backend_reg_dev_count(backend):
         return ""
@@ -138,9 +178,9 @@ def _load_gpu_wheel(wheel: GpuWheel, binding: Any, build: InstalledLlama) -> str
         ctypes.CDLL(str(library))
     except OSError as error:  # most often: the system has no libvulkan.so.1 or libcuda.so.1, which come with the driver
         # cuBLAS comes with a requirement of the wheel.
-        return f"{wheel.package} cannot be loaded: {error}; {wheel.hint if 'libcublas' in str(error) else driver}"
-    reason = next((f" ({line.rpartition(': ')[2]})" for line in lines if "failed to initialize" in line), "")
-    return f"{wheel.package} finds no GPU{reason}; {driver}"
+        hint = wheel.hint if "libcublas" in str(error) else _driver_hint(wheel.backend)
+        return f"{wheel.package} cannot be loaded: {error}; {hint}"
+    return f"{wheel.package} {_no_device(lines, wheel.backend)}"
 
 
 def load_mtmd() -> Any:

@@ -15,6 +15,7 @@ from types import TracebackType
 import torch
 
 from edgelm.base.errors import DeviceError, EngineError
+from edgelm.base.machine.gpu import driver_place
 from edgelm.kernels.choice import NoKernelError
 
 MAX_LENGTH = 200  # characters of a foreign message
@@ -37,7 +38,7 @@ HINTS = (
             "driver on your system is too old",
             "no kernel image",
         ),
-        "update the NVIDIA driver, or use --engine llama",
+        f"update the NVIDIA driver{driver_place()}, or use --engine llama",
     ),
     (
         (

@@ -18,6 +18,8 @@ import torch
 
 from edgelm.backends.torch.failures import gpu_errors
 from edgelm.base.errors import DeviceError, EngineError
+from edgelm.base.machine.gpu import driver_place
+from edgelm.base.machine.llama_build import install_command
 from edgelm.kernels.gpu_target import num_sms
 from edgelm.kernels.trial import PART, SIZE, chain, chained, product
 
@@ -36,7 +38,7 @@ def run_trial(device: torch.device) -> None:
         wrong = out.cpu() != x.cpu().float() @ x.cpu().float()
     if wrong.any():
         message = f"the GPU computes wrongly: {int(wrong.sum())} of {SIZE * SIZE} numbers of a small product"
-        raise DeviceError(message, f"update the NVIDIA driver, {OR_LLAMA}")
+        raise DeviceError(message, f"update the NVIDIA driver{driver_place()}, {OR_LLAMA}")
 
 
 def chain_is_right(device: torch.device, rounds: int = ROUNDS) -> bool:
@@ -75,7 +77,8 @@ def _has_headers() -> bool:
 
 
 def _no_compiler(_: BaseException) -> EngineError:
-    hint = f"`sudo apt install build-essential` or your system's gcc, {OR_LLAMA}"
+    without_root = install_command("ziglang")
+    hint = f"`sudo apt install build-essential` or your system's gcc; without root, {without_root}; {OR_LLAMA}"
     return DeviceError("Triton needs a C compiler, and there is none", hint)
 
 
@@ -109,7 +112,9 @@ def _unknown_target(error: BaseException) -> EngineError:
 
 
 def _no_driver(_: BaseException) -> EngineError:
-    return DeviceError("the driver's library libcuda.so is not found", f"install the NVIDIA driver, {OR_LLAMA}")
+    return DeviceError(
+        "the driver's library libcuda.so is not found", f"install the NVIDIA driver{driver_place()}, {OR_LLAMA}"
+    )
 
 
 def _too_large(error: BaseException) -> EngineError:

@@ -8,28 +8,41 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
+import sys
 import warnings
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from edgelm.base.machine.gpu import INSTALL, NO_DRIVER, VISIBLE, CudaState, nvidia_gpus, usable_gpus
+from edgelm.base.atomic import atomic_write
+from edgelm.base.machine.gpu import (
+    INSTALL,
+    NO_DRIVER,
+    VISIBLE,
+    CudaState,
+    compute_capabilities,
+    driver_place,
+    nvidia_gpus,
+    standing_gpu,
+    usable_gpus,
+)
+from edgelm.base.machine.llama_build import install_command
+from edgelm.base.places import own_places
 
 MIN_CAPABILITY = 8, 0
 TRITON = (3, 6), (3, 10)  # the first supported version, and the first that is not
-# torch from 2.11 on is built for CUDA 13, which needs driver 580.
-OLD_DRIVER = (
-    "update the driver to 580 or newer, or use llama.cpp on the GPU (`edgelm help gpu`), "
-    "or keep the driver and type: pip install 'torch==2.10.*' 'triton==3.6.*'"
-)
+MUCH_FREER = 2  # times the free memory of any other GPU
 DRIVER_FILES = "/dev/nvidiactl", "/dev/dxg"  # Linux, WSL
 
 
 def find_cuda(driver_files: tuple[str, ...] = DRIVER_FILES) -> CudaState:
     """Check the driver, the packages and the GPU, in this order."""
     if not any(Path(file).exists() for file in driver_files):
-        return CudaState(NO_DRIVER)
+        card = standing_gpu()
+        return CudaState(card.problem, card.hint) if card and card.problem and card.ours else CudaState(NO_DRIVER)
     for package in ("torch", "triton"):
         if find_spec(package) is None:
             return CudaState(f"{package} is not installed", INSTALL)
@@ -41,22 +54,47 @@ def find_cuda(driver_files: tuple[str, ...] = DRIVER_FILES) -> CudaState:
     if not TRITON[0] <= number < TRITON[1]:
         return CudaState(f"triton is {triton}, and 3.6 to 3.9 are known to work", INSTALL)
     _name_the_freest_first()
+    _name_zig()
     return _check_gpu()
 
 
 def _name_the_freest_first() -> None:
     """Let CUDA count the GPU with the most free memory as the first, unless the user has ordered them.
 
-    Of different ones CUDA's own first is the fastest: another may have more memory and be too old. It has no effect
-    where CUDA has begun in this process. llama.cpp still sees all of them.
+    Of different ones CUDA's own first is the fastest. Another is taken where it has much more free memory than all
+    others, and is not too old. It has no effect where CUDA has begun in this process. llama.cpp still sees all of them.
     """
     if VISIBLE in os.environ:
         return
     gpus = nvidia_gpus()
-    alike = len({gpu.name for gpu in gpus}) == 1 and all(gpu.uuid and not gpu.mig for gpu in gpus)
-    if len(gpus) > 1 and alike:
-        ordered = sorted(gpus, key=lambda gpu: -gpu.free_bytes)
-        os.environ[VISIBLE] = ",".join(gpu.uuid for gpu in ordered)
+    if len(gpus) < 2 or not all(gpu.uuid and not gpu.mig for gpu in gpus):
+        return
+    ordered = sorted(gpus, key=lambda gpu: -gpu.free_bytes)
+    if len({gpu.name for gpu in gpus}) > 1:
+        known = compute_capabilities()
+        fine = [gpu for gpu in ordered if known.get(gpu.uuid, (0, 0)) >= MIN_CAPABILITY]
+        if not fine or any(fine[0].free_bytes < MUCH_FREER * gpu.free_bytes for gpu in fine[1:]):
+            return
+        ordered = [*fine, *(gpu for gpu in ordered if gpu not in fine)]
+    os.environ[VISIBLE] = ",".join(gpu.uuid for gpu in ordered)
+
+
+def _name_zig() -> None:
+    """Let Triton compile C by PyPI's ziglang where that is installed and no other compiler is.
+
+    Triton wants the path of one program, and zig's C compiler is a command of it.
+    """
+    if "CC" in os.environ or shutil.which("gcc") or shutil.which("clang") or find_spec("ziglang") is None:
+        return
+    script = own_places().cache / "zig-cc"
+    command = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m ziglang cc "$@"\n'
+    try:
+        script.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(script, command.encode())
+        script.chmod(0o755)
+    except OSError:
+        return  # Triton then says that there is no compiler
+    os.environ["CC"] = str(script)
 
 
 @cache
@@ -96,7 +134,7 @@ def _check_gpu() -> CudaState:
         return CudaState(f"the GPU does not answer: {str(error).splitlines()[0]}", "see what nvidia-smi says")
     if capability < MIN_CAPABILITY:
         return CudaState(
-            f"{name} is older than the Ampere generation (sm_80)", "llama.cpp runs on it", name, free, total
+            "the GPU is older than the Ampere generation (sm_80)", "llama.cpp runs on it", name, free, total
         )
     return CudaState("", "", name, free, total, context)
 
@@ -104,9 +142,14 @@ def _check_gpu() -> CudaState:
 def _unusable(warning: str, torch_version: str, cuda_version: str) -> CudaState:
     """Explain a warning of torch, which raises nothing where it cannot use the driver."""
     if old := re.search(r"too old \(found version (\d+)\)", warning):
-        number = f"{int(old[1]) // 1000}.{int(old[1]) % 1000 // 10}"  # 12040: CUDA 12.4
+        major, minor = divmod(int(old[1]), 1000)  # 12040: CUDA 12.4
         needed = f"torch {torch_version}, which is built for CUDA {cuda_version}"
-        return CudaState(f"the NVIDIA driver is for CUDA {number}, too old for {needed}", OLD_DRIVER)
+        problem = f"the NVIDIA driver is for CUDA {major}.{minor // 10}, too old for {needed}"
+        # torch from 2.11 on is built for CUDA 13, which needs driver 580.
+        hint = f"update the driver{driver_place()} to 580 or newer, or use llama.cpp on the GPU (`edgelm help gpu`)"
+        if major >= 12:
+            hint += f", or keep the driver: {install_command('torch==2.10.*')}"
+        return CudaState(problem, hint, old_driver=True)
     reason = re.split(r"CUDA initialization: |\. |, e\.g\.|\(Triggered", warning)[1].strip() if warning else ""
     if reason:
         hint = "restart the machine if the NVIDIA driver was updated; see what nvidia-smi says"

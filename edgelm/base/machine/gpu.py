@@ -6,8 +6,10 @@ Owns the query to the driver's tool, and the type that cuda.py fills. Knows noth
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,9 +20,22 @@ FIELDS = ("name", "driver_version", "memory.total", "memory.free", "uuid", "mig.
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 MIB = 2**20
 WSL = Path("usr/lib/wsl/lib")  # the driver of Windows in WSL: a service's PATH may lack it
+CONTAINER_FILES = ".dockerenv", "run/.containerenv"  # Docker, Podman
+KUBERNETES = "KUBERNETES_SERVICE_HOST"
 NVIDIA, AMD = "0x10de", "0x1002"  # vendors on the PCI bus
 DISPLAY = "0x03"  # the class of a graphics card begins so
 LEAST_VRAM = 2**31  # an AMD processor with graphics has less of its own, as a rule
+QUERY = f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"
+SIZE = re.compile(r"[0-9]+|\[[A-Za-z/ ]+\]")  # "[N/A]", "[Insufficient Permissions]"
+ONE_GPU = re.compile(r"^\s*<gpu id=|^GPU \d+: ", re.MULTILINE)  # begins a GPU in the tool's two other listings
+MIG_MEMORY = re.compile(
+    r"<index>(\d+)<(?:(?!</mig_device>).)*?<fb_memory_usage>(?:(?!</mig_device>).)*?"
+    r"<total>(\d+) MiB<(?:(?!</mig_device>).)*?<free>(\d+) MiB<",
+    re.DOTALL,
+)
+MIG_NAME = re.compile(r"MIG (\S+)\s+Device\s+(\d+): \(UUID: (MIG-[^)]+)\)")
+CONTAINER_HOST = "the host needs NVIDIA's driver and nvidia-container-toolkit"
+NVIDIA_CARD = "the NVIDIA GPU"  # whose name is not known
 NO_DRIVER = "no NVIDIA driver was found"
 INSTALL = "pipx install 'edgelm[cuda]'"
 
@@ -38,6 +53,7 @@ class CudaState:
     free_bytes: int = 0  # beside the context of the process that asked
     total_bytes: int = 0
     context_bytes: int = 0  # of that context; 0: not known
+    old_driver: bool = False  # the problem is the driver's age
 
 
 class Gpu(NamedTuple):
@@ -64,6 +80,11 @@ class StandingGpu(NamedTuple):
     hint: str = ""
     backend: str = "cuda"  # ggml's, of llama.cpp
 
+    @property
+    def ours(self) -> bool:
+        """Whether it is one that our kernels could run on, if its driver were there."""
+        return self.backend == "cuda"
+
 
 def standing_gpu(root: Path = Path("/")) -> StandingGpu | None:
     """Return the graphics card with memory of its own in this machine, whatever its driver; None: there is none.
@@ -74,13 +95,41 @@ def standing_gpu(root: Path = Path("/")) -> StandingGpu | None:
         return None
     if gpus := nvidia_gpus():
         return StandingGpu(", ".join(dict.fromkeys(gpu.name for gpu in gpus)))
+    if (root / WSL / "nvidia-smi").exists():  # Windows has the driver, and its card is not on this bus
+        return StandingGpu(NVIDIA_CARD, *_why_unlisted(root))
     for card in sorted((root / "sys/bus/pci/devices").glob("*")):
         vendor, kind, memory = (_word(card / name) for name in ("vendor", "class", "mem_info_vram_total"))
         if vendor == NVIDIA and kind.startswith(DISPLAY):
-            return StandingGpu("the NVIDIA GPU", NO_DRIVER, "install the NVIDIA driver")
+            return StandingGpu(NVIDIA_CARD, *_why_unlisted(root))
         if vendor == AMD and memory.isdecimal() and int(memory) >= LEAST_VRAM:
             return StandingGpu("the AMD GPU", "our own kernels need one of NVIDIA", backend="vulkan")
     return None
+
+
+def _why_unlisted(root: Path) -> tuple[str, str]:
+    """Return why the driver's tool lists no GPU though one stands here, and what to do."""
+    contained = any((root / file).exists() for file in CONTAINER_FILES) or KUBERNETES in os.environ
+    tool = _find_tool(root)
+    if tool is None and contained:
+        return (
+            "this container was started without it",
+            f"start it with --gpus all (Kubernetes: the limit nvidia.com/gpu); {CONTAINER_HOST}",
+        )
+    if tool is None:
+        return NO_DRIVER, "install the NVIDIA driver"
+    problem = f"nvidia-smi says: {_ask_driver(tool, *QUERY)[1]}"
+    if contained:
+        return problem, f"start the container again with --gpus all; {CONTAINER_HOST}"
+    if driver_place(root):
+        return problem, "update NVIDIA's driver in Windows, and type there: wsl --shutdown"
+    if "version mismatch" in problem:
+        return problem, "restart the machine: the driver was updated"
+    return problem, "restart the machine; if that does not help, install the NVIDIA driver again"
+
+
+def driver_place(root: Path = Path("/")) -> str:
+    """Return where the driver is to be installed, as the end of a clause: in WSL it is that of Windows."""
+    return " in Windows" if (root / WSL).exists() else ""
 
 
 def _word(path: Path) -> str:
@@ -92,41 +141,94 @@ def _word(path: Path) -> str:
 
 def nvidia_gpus(tool: str | None = None) -> list[Gpu]:
     """Return the GPUs that `nvidia-smi` lists; none if the tool is missing, fails, or does not answer."""
-    tool = tool or shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path=f"/{WSL}")
+    lines, _ = _ask_driver(tool or _find_tool(), *QUERY)
+    return [gpu for line in lines if (gpu := _parse_gpu(line)) is not None]
+
+
+def compute_capabilities() -> dict[str, tuple[int, int]]:
+    """Return the compute capability of each GPU by its UUID; none where the tool is older than this question."""
+    lines, _ = _ask_driver(_find_tool(), "--query-gpu=uuid,compute_cap", "--format=csv,noheader")
+    matches = (re.fullmatch(r"(\S+), (\d+)\.(\d+)", line.strip()) for line in lines)
+    return {match[1]: (int(match[2]), int(match[3])) for match in matches if match}
+
+
+def usable_gpus() -> list[Gpu]:
+    """Return the GPUs, and parts of one (MIG), that CUDA_VISIBLE_DEVICES leaves to us.
+
+    Unless it names parts, CUDA sees the first part of a divided GPU only.
+    """
+    gpus = nvidia_gpus()
+    parts = _parts(gpus) if any(gpu.mig for gpu in gpus) else {}
+    if VISIBLE not in os.environ:
+        return [part for gpu in gpus for part in parts.get(gpu.uuid, [gpu])[:1]]
+    names = [name.strip() for name in os.environ[VISIBLE].split(",")]
+    named = [
+        part for gpu in gpus for part in parts.get(gpu.uuid, ()) if any(_is_named(part, -1, name) for name in names)
+    ]
+    whole = [part for gpu in gpus for part in parts.get(gpu.uuid, [gpu])[:1]]
+    return named or [gpu for index, gpu in enumerate(whole) if any(_is_named(gpu, index, name) for name in names)]
+
+
+def _parts(gpus: Sequence[Gpu]) -> dict[str, list[Gpu]]:
+    """Return the parts of the divided GPUs by the GPU's UUID: one listing has their memory, another one their names."""
+    sizes, names = (_sections(option, gpus) for option in (("-q", "-x"), ("-L",)))
+    found: dict[str, list[Gpu]] = {}
+    for gpu in gpus:
+        known = {index: (name, uuid) for name, index, uuid in MIG_NAME.findall(names.get(gpu.uuid, ""))}
+        for index, total, free in MIG_MEMORY.findall(sizes.get(gpu.uuid, "")):
+            name, uuid = known.get(index, (index, ""))
+            part = Gpu(f"{gpu.name} MIG {name}", int(total) * MIB, int(free) * MIB, gpu.driver, uuid, mig=True)
+            found.setdefault(gpu.uuid, []).append(part)
+    return found
+
+
+def _sections(options: tuple[str, ...], gpus: Sequence[Gpu]) -> dict[str, str]:
+    """Return what the driver's tool prints about each GPU, by its UUID."""
+    texts = ONE_GPU.split("\n".join(_ask_driver(_find_tool(), *options)[0]))
+    return {gpu.uuid: text for text in texts for gpu in gpus if gpu.uuid and gpu.uuid in text}
+
+
+def _find_tool(root: Path = Path("/")) -> str | None:
+    return shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path=str(root / WSL))
+
+
+def _ask_driver(tool: str | None, *options: str) -> tuple[list[str], str]:
+    """Return the lines that nvidia-smi prints; none, and the reason, where it is missing, fails or does not answer."""
     if tool is None:
-        return []
+        return [], "it is missing"
     try:
         done = subprocess.run(
-            [tool, f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"],
+            [tool, *options],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             errors="replace",
             timeout=TIME_LIMIT_S,
-            check=True,
+            check=False,
         )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [gpu for line in done.stdout.splitlines() if (gpu := _parse_gpu(line)) is not None]
-
-
-def usable_gpus() -> list[Gpu]:
-    """Return those GPUs that CUDA_VISIBLE_DEVICES leaves to us."""
-    gpus = nvidia_gpus()
-    if VISIBLE not in os.environ:
-        return gpus
-    names = [name.strip() for name in os.environ[VISIBLE].split(",")]
-    return [gpu for index, gpu in enumerate(gpus) if any(_is_named(gpu, index, name) for name in names)]
+    except subprocess.TimeoutExpired:
+        return [], f"no answer within {TIME_LIMIT_S} s"
+    except OSError as error:
+        return [], str(error.strerror)
+    lines = done.stdout.splitlines()
+    if done.returncode == 0:
+        return lines, ""
+    said = next((line.strip() for line in [*lines, *done.stderr.splitlines()] if line.strip()), "")
+    return [], said or f"exit code {done.returncode}"
 
 
 def _is_named(gpu: Gpu, index: int, name: str) -> bool:
-    return name == str(index) or (name.startswith("GPU-") and gpu.uuid.startswith(name))
+    return name == str(index) or (name.startswith(("GPU-", "MIG-")) and gpu.uuid.startswith(name))
 
 
 def _parse_gpu(line: str) -> Gpu | None:
-    """Parse the FIELDS of one GPU; return None for any other line, such as one with "[N/A]" for its memory."""
+    """Parse the FIELDS of one GPU; return None for any other line.
+
+    Sizes are 0 where the tool does not tell them: its memory is the processor's, or it is divided and not ours to see.
+    """
     fields = line.strip().rsplit(", ", len(FIELDS) - 1)
-    if len(fields) != len(FIELDS) or not all(size.isascii() and size.isdecimal() for size in fields[2:4]):
+    if len(fields) != len(FIELDS) or not all(SIZE.fullmatch(size) for size in fields[2:4]):
         return None
     name, driver, total, free, uuid, mig = fields
-    return Gpu(name, int(total) * MIB, int(free) * MIB, driver, uuid, mig == "Enabled")
+    total_bytes, free_bytes = (int(size) * MIB if size.isdecimal() else 0 for size in (total, free))
+    return Gpu(name, total_bytes, free_bytes, driver, uuid, mig == "Enabled")

@@ -80,14 +80,19 @@ def find_build() -> InstalledLlama:
 
 def gpu_backend_command(build: InstalledLlama, backend: str, prefix: Path = Path(sys.prefix)) -> str:
     """Return what to type so that llama.cpp computes on a GPU with a backend of ggml, by how edgelm was installed."""
-    package = f"{READY_MADE}-{backend}"
     if not build.ready_made:  # it has backends of its own, and has to be compiled with another one
         return "`edgelm help gpu` has the command"
+    return install_command(f"{READY_MADE}-{backend}", prefix)
+
+
+def install_command(requirement: str, prefix: Path = Path(sys.prefix)) -> str:
+    """Return what to type so that pip installs something beside edgelm."""
+    requirement = shlex.quote(requirement)
     if "pipx" in prefix.parts:
-        return f"type: pipx inject edgelm {package}"
+        return f"type: pipx inject edgelm {requirement}"
     if {"uv", "tools"} <= {*prefix.parts}:
-        return f"type: uv tool install edgelm --with {package}"
-    return f"type: {shlex.quote(str(prefix / 'bin' / 'python'))} -m pip install {package}"
+        return f"type: uv tool install edgelm --with {requirement}"
+    return f"type: {shlex.quote(str(prefix / 'bin' / 'python'))} -m pip install {requirement}"
 
 
 def gpu_library(wheel: GpuWheel, build: InstalledLlama) -> Path | None:

@@ -95,12 +95,13 @@ def _ask(name: str, question: Predict) -> Footprint:
 def measure(pids: Collection[int]) -> Measured:
     """Return the memory that is free less a reserve, and that of engine processes with all that they started."""
     processes = {pid: memory for pid in pids if (memory := process_memory(pid)) is not None}
-    gpus = usable_gpus() if has_torch() else []
+    gpus, free = usable_gpus() if has_torch() else [], available_memory_bytes()
     return Measured(
-        free_bytes=int(USABLE * available_memory_bytes()),
+        free_bytes=int(USABLE * free),
         own_bytes={pid: memory.held for pid, memory in processes.items()},
         resident_bytes={pid: memory.resident for pid, memory in processes.items()},
-        gpu_free_bytes=int(USABLE * max((gpu.free_bytes for gpu in gpus), default=0)),
+        # A GPU without memory of its own shares the processor's.
+        gpu_free_bytes=int(USABLE * max((gpu.free_bytes if gpu.total_bytes else free for gpu in gpus), default=0)),
     )
 
 

@@ -141,6 +141,16 @@ def test_without_a_model_every_op_is_tried_and_the_experts_in_every_format(monke
 REQUEST = CheckGpu(Path("m.gguf"), ("f16",), "off")
 
 
+@pytest.mark.parametrize(("short", "once"), [(True, ", once for a kind of model"), (False, "")])
+def test_whoever_waits_for_a_load_is_told_that_the_check_is_made_once(short: bool, once: str) -> None:
+    lines: list[str] = []
+    run_check(replace(REQUEST, short=short), lines.append, command=stand_in("begin('')\nbegin('matmul')\nend()"))
+    assert lines == [
+        f"checking the GPU{once}: a first kernel is compiled and tried",
+        f"checking the GPU's kernels{once}: 1, matmul of q4_k 64x64, 1 row",
+    ]
+
+
 def test_a_crash_costs_the_op_and_the_others_are_checked_again() -> None:
     program = (
         "begin('matmul') if 'matmul' not in request['plain'] else end()\nos.abort() if not request['plain'] else 0"

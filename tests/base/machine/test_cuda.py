@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import warnings
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import torch
 from edgelm.backends.questions import ask_cuda
 from edgelm.base.machine import cuda
 from edgelm.base.machine.cuda import find_cuda
-from edgelm.base.machine.gpu import Gpu
+from edgelm.base.machine.gpu import CudaState, Gpu, StandingGpu
+from edgelm.base.places import Places
 
 
 @pytest.fixture
@@ -33,6 +35,14 @@ def mock_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> No
 def test_without_a_driver_no_package_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "find_spec", pytest.fail)
     assert "no NVIDIA driver" in find_cuda(("/nowhere/nvidiactl",)).problem
+
+
+def test_where_no_driver_works_the_hint_is_that_of_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = StandingGpu("the NVIDIA GPU", "this container was started without it", "start it with --gpus all")
+    monkeypatch.setattr(cuda, "standing_gpu", lambda: card)
+    assert find_cuda(("/nowhere/nvidiactl",)) == CudaState(card.problem, card.hint)
+    monkeypatch.setattr(cuda, "standing_gpu", lambda: StandingGpu("the AMD GPU", "it is AMD's", backend="vulkan"))
+    assert find_cuda(("/nowhere/nvidiactl",)) == CudaState("no NVIDIA driver was found")
 
 
 @pytest.mark.parametrize("missing", ["torch", "triton"])
@@ -82,6 +92,7 @@ TOO_OLD = (
     "CUDA initialization: The NVIDIA driver on your system is too old (found version 12040). Please update your "
     "GPU driver by downloading and installing a new version. (Triggered internally at c10/cuda/CUDAFunctions.cpp:119.)"
 )
+MUCH_TOO_OLD = TOO_OLD.replace("12040", "11040")
 NOT_SET_UP = (
     "CUDA initialization: CUDA unknown error - this may be due to an incorrectly set up environment, e.g. changing env "
     "variable CUDA_VISIBLE_DEVICES after program start. (Triggered internally at c10/cuda/CUDAFunctions.cpp:109.)"
@@ -96,10 +107,15 @@ NOT_SET_UP = (
             "the NVIDIA driver is for CUDA 12.4, too old for torch ",
             "update the driver to 580 or newer, or use llama.cpp on the GPU",
         ),
+        (
+            MUCH_TOO_OLD,
+            "the NVIDIA driver is for CUDA 11.4, too old for torch ",
+            "update the driver to 580 or newer, or use llama.cpp on the GPU (`edgelm help gpu`)",
+        ),
         (NOT_SET_UP, "torch finds no usable GPU: CUDA unknown error - this may be due to", "restart the machine"),
         ("", "torch finds no usable GPU", "see what nvidia-smi says"),
     ],
-    ids=["too old", "not set up", "no GPU"],
+    ids=["too old", "much too old", "not set up", "no GPU"],
 )
 def test_a_driver_that_torch_cannot_use(
     driver: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, warning: str, problem: str, hint: str
@@ -116,6 +132,7 @@ def test_a_driver_that_torch_cannot_use(
     state = find_cuda(driver)
     assert state.problem.startswith(problem)
     assert state.hint.startswith(hint)
+    assert ("torch==2.10" in state.hint) is (warning == TOO_OLD)  # it needs a driver for CUDA 12
 
 
 def test_a_process_without_torch_can_ask() -> None:
@@ -127,14 +144,19 @@ def test_a_process_without_torch_can_ask() -> None:
     [
         (["A 5 GPU-1", "A 9 GPU-2"], None, "GPU-2,GPU-1"),
         (["A 9 GPU-1", "A 5 GPU-2"], None, "GPU-1,GPU-2"),
-        (["A 5 GPU-1", "B 9 GPU-2"], None, None),  # the other may be older than Ampere
+        (["A 5 GPU-1", "B 9 GPU-2"], None, None),  # CUDA's own first is the faster one
+        (["A 4 GPU-1", "B 9 GPU-2"], None, "GPU-2,GPU-1"),
+        (["A 9 GPU-1", "B 4 GPU-2"], None, "GPU-1,GPU-2"),
+        (["A 4 GPU-1", "B 20 GPU-old"], None, "GPU-1,GPU-old"),
+        (["A 9 GPU-1", "B 20 GPU-old", "B 4 GPU-2"], None, "GPU-1,GPU-2,GPU-old"),
+        (["A 4 GPU-other", "B 20 GPU-old"], None, None),  # how old they are is not known
         (["A 5 GPU-1", "A 9 GPU-2"], "1", "1"),
         (["A 5 GPU-1", "A 9 "], None, None),
         (["A 5 GPU-1"], None, None),
         ([], None, None),
     ],
 )
-def test_of_two_equal_gpus_the_freer_one_is_the_first(
+def test_of_two_gpus_the_freer_one_is_the_first(
     driver: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, gpus: list[str], visible: str | None, order: str | None
 ) -> None:
     def parsed(line: str) -> Gpu:
@@ -144,8 +166,36 @@ def test_of_two_equal_gpus_the_freer_one_is_the_first(
     mock_gpu(monkeypatch, (8, 6))
     monkeypatch.setattr(cuda, "context_bytes", lambda: 0)
     monkeypatch.setattr(cuda, "nvidia_gpus", lambda: [parsed(line) for line in gpus])
+    capabilities = {"GPU-1": (8, 6), "GPU-2": (8, 9), "GPU-old": (7, 5)}
+    monkeypatch.setattr(cuda, "compute_capabilities", lambda: capabilities)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")  # so that it is as before after this test
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert not find_cuda(driver).problem
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == order
+
+
+def test_where_there_is_no_c_compiler_that_of_ziglang_is_taken(
+    driver: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton starts the program in CC."""
+    package = tmp_path / "ziglang"
+    package.mkdir()
+    (package / "__main__.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    (package / "__init__.py").touch()
+    mock_gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr(cuda, "own_places", lambda: Places({"EDGELM_CACHE_DIR": str(tmp_path / "a cache")}))
+    monkeypatch.setattr(cuda.shutil, "which", lambda *_, **__: None)
+    monkeypatch.setenv("CC", "cc")
+    find_cuda(driver)
+    assert os.environ["CC"] == "cc"
+    monkeypatch.delenv("CC")
+    find_cuda(driver)
+    assert "CC" not in os.environ, "ziglang is not installed"
+    monkeypatch.syspath_prepend(tmp_path)
+    find_cuda(driver)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [os.environ["CC"], "a b.c", "-O3"], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "['cc', 'a b.c', '-O3']\n"

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from edgelm.base.machine import gpu
-from edgelm.base.machine.gpu import Gpu, StandingGpu, nvidia_gpus, standing_gpu, usable_gpus
+from edgelm.base.machine.gpu import (
+    Gpu,
+    StandingGpu,
+    compute_capabilities,
+    driver_place,
+    nvidia_gpus,
+    standing_gpu,
+    usable_gpus,
+)
 
 MIB = 2**20
 
@@ -29,10 +38,17 @@ def test_each_gpu_has_a_name_and_its_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "script", ["exit 9", "echo 'No devices were found'", "echo 'NVIDIA X, 550.1, [N/A], [N/A], GPU-1, [N/A]'", "true"]
+    "script", ["exit 9", "echo 'No devices were found'", "echo 'NVIDIA X, 550.1, much, 1, GPU-1, [N/A]'", "true"]
 )
 def test_a_tool_that_fails_or_prints_other_lines_lists_none(tmp_path: Path, script: str) -> None:
     assert nvidia_gpus(tool(tmp_path, script)) == []
+
+
+@pytest.mark.parametrize(("size", "mig"), [("[N/A]", "[N/A]"), ("[Insufficient Permissions]", "Enabled")])
+def test_a_gpu_without_memory_to_see_is_listed(tmp_path: Path, size: str, mig: str) -> None:
+    """That of a DGX Spark shares the processor's; a part of one (MIG) in a container shows none of the whole."""
+    script = f"echo 'NVIDIA GB10, 580.95.05, {size}, {size}, GPU-1a, {mig}'"
+    assert nvidia_gpus(tool(tmp_path, script)) == [Gpu("NVIDIA GB10", 0, 0, "580.95.05", "GPU-1a", mig == "Enabled")]
 
 
 def test_no_tool_is_no_gpu(tmp_path: Path) -> None:
@@ -41,6 +57,26 @@ def test_no_tool_is_no_gpu(tmp_path: Path) -> None:
 
 NO_DRIVER = StandingGpu("the NVIDIA GPU", "no NVIDIA driver was found", "install the NVIDIA driver")
 AMD = StandingGpu("the AMD GPU", "our own kernels need one of NVIDIA", backend="vulkan")
+
+
+def stand(root: Path, vendor: str = "0x10de", kind: str = "0x030000", memory: int | None = None) -> None:
+    """Put a card on the bus of a machine whose files are under `root`."""
+    card = root / "sys/bus/pci/devices/0000:01:00.0"
+    card.mkdir(parents=True)
+    for name, text in (("vendor", vendor), ("class", kind), ("mem_info_vram_total", memory)):
+        if text is not None:
+            (card / name).write_text(f"{text}\n")
+
+
+@pytest.fixture(autouse=True)
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A PATH of one folder, without nvidia-smi; no GPU is hidden, and Kubernetes is not there."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -56,11 +92,7 @@ AMD = StandingGpu("the AMD GPU", "our own kernels need one of NVIDIA", backend="
 def test_a_card_without_a_driver_is_seen_on_the_bus(
     tmp_path: Path, vendor: str, kind: str, memory: int | None, found: StandingGpu | None
 ) -> None:
-    card = tmp_path / "sys/bus/pci/devices/0000:01:00.0"
-    card.mkdir(parents=True)
-    for name, text in (("vendor", vendor), ("class", kind), ("mem_info_vram_total", memory)):
-        if text is not None:
-            (card / name).write_text(f"{text}\n")
+    stand(tmp_path, vendor, kind, memory)
     assert standing_gpu(tmp_path) == found
 
 
@@ -82,3 +114,156 @@ def test_only_visible_gpus_are_ours(visible: str | None, names: str, monkeypatch
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert "".join(one.name for one in usable_gpus()) == names
+
+
+CONTAINER = "this container was started without it"
+GPUS_ALL = (
+    "start it with --gpus all (Kubernetes: the limit nvidia.com/gpu); "
+    "the host needs NVIDIA's driver and nvidia-container-toolkit"
+)
+
+
+@pytest.mark.parametrize("file", [".dockerenv", "run/.containerenv", None])
+def test_a_container_without_the_gpu_is_not_told_to_install_a_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str | None
+) -> None:
+    stand(tmp_path)
+    if file:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    else:
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    assert standing_gpu(tmp_path) == StandingGpu("the NVIDIA GPU", CONTAINER, GPUS_ALL)
+
+
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [
+        ("Failed to initialize NVML: Driver/library version mismatch", "restart the machine: the driver was updated"),
+        (
+            "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.",
+            "restart the machine; if that does not help, install the NVIDIA driver again",
+        ),
+    ],
+)
+def test_a_driver_that_does_not_work_is_not_a_missing_one(tmp_path: Path, bare: Path, said: str, hint: str) -> None:
+    stand(tmp_path)
+    tool(bare, f'echo "{said}"\nexit 18')
+    assert standing_gpu(tmp_path) == StandingGpu("the NVIDIA GPU", f"nvidia-smi says: {said}", hint)
+
+
+def test_a_container_that_lost_its_gpu_is_started_again(tmp_path: Path, bare: Path) -> None:
+    stand(tmp_path)
+    (tmp_path / ".dockerenv").touch()
+    tool(bare, "echo 'Failed to initialize NVML: Unknown Error'\nexit 255")
+    found = standing_gpu(tmp_path)
+    assert found is not None
+    assert found.problem == "nvidia-smi says: Failed to initialize NVML: Unknown Error"
+    assert found.hint.startswith("start the container again with --gpus all")
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_in_wsl_the_card_is_on_no_bus_and_the_driver_is_that_of_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, works: bool
+) -> None:
+    folder = tmp_path / "usr/lib/wsl/lib"
+    assert driver_place(tmp_path) == ""
+    folder.mkdir(parents=True)
+    assert driver_place(tmp_path) == " in Windows"
+    line = "echo 'NVIDIA GeForce RTX 4090, 581.15, 24564, 22000, GPU-1a, [N/A]'"
+    tool(
+        folder,
+        line if works else "echo 'Failed to initialize NVML: GPU access blocked by the operating system'\nexit 17",
+    )
+    monkeypatch.setattr(gpu, "WSL", folder)  # the root of nvidia_gpus() is the machine's
+    assert standing_gpu(tmp_path) == (
+        StandingGpu("NVIDIA GeForce RTX 4090")
+        if works
+        else StandingGpu(
+            "the NVIDIA GPU",
+            "nvidia-smi says: Failed to initialize NVML: GPU access blocked by the operating system",
+            "update NVIDIA's driver in Windows, and type there: wsl --shutdown",
+        )
+    )
+
+
+LISTING = """#!/bin/sh
+case "$1" in
+-L) cat <<'END'
+GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-1a)
+  MIG 3g.40gb     Device  0: (UUID: MIG-aa)
+  MIG 1g.10gb     Device  1: (UUID: MIG-bb)
+GPU 1: NVIDIA A100-SXM4-80GB (UUID: GPU-2b)
+END
+;;
+-q) cat <<'END'
+<nvidia_smi_log>
+	<gpu id="00000000:10:00.0">
+		<mig_devices>
+			<mig_device>
+				<index>0</index>
+				<fb_memory_usage>
+					<total>40192 MiB</total>
+					<reserved>1 MiB</reserved>
+					<used>192 MiB</used>
+					<free>40000 MiB</free>
+				</fb_memory_usage>
+				<bar1_memory_usage><total>65535 MiB</total><used>1 MiB</used><free>65534 MiB</free></bar1_memory_usage>
+			</mig_device>
+			<mig_device>
+				<index>1</index>
+				<fb_memory_usage><total>9728 MiB</total><used>28 MiB</used><free>9700 MiB</free></fb_memory_usage>
+			</mig_device>
+		</mig_devices>
+		<uuid>GPU-1a</uuid>
+		<fb_memory_usage><total>81920 MiB</total><used>1 MiB</used><free>81919 MiB</free></fb_memory_usage>
+	</gpu>
+	<gpu id="00000000:20:00.0">
+		<mig_devices>
+			None
+		</mig_devices>
+		<uuid>GPU-2b</uuid>
+	</gpu>
+</nvidia_smi_log>
+END
+;;
+*)
+echo 'NVIDIA A100-SXM4-80GB, 580.65, SIZE, SIZE, GPU-1a, Enabled'
+OTHER
+;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("visible", "free"),
+    [
+        (None, {"NVIDIA A100-SXM4-80GB MIG 3g.40gb": 40000}),
+        ("0", {"NVIDIA A100-SXM4-80GB MIG 3g.40gb": 40000}),
+        ("MIG-bb", {"NVIDIA A100-SXM4-80GB MIG 1g.10gb": 9700}),
+        ("1", {}),
+    ],
+)
+@pytest.mark.parametrize("size", ["81920", "[Insufficient Permissions]"])
+def test_of_a_divided_gpu_the_part_that_cuda_sees_is_ours(
+    bare: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, free: dict[str, int], size: str
+) -> None:
+    tool(bare, LISTING.replace("SIZE", size).replace("OTHER", ""))
+    monkeypatch.setenv("PATH", f"{bare}{os.pathsep}{os.defpath}")
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert {one.name: one.free_bytes // MIB for one in usable_gpus()} == free
+
+
+def test_beside_a_divided_gpu_a_whole_one_is_ours_too(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = "echo 'NVIDIA A100-SXM4-80GB, 580.65, 81920, 70000, GPU-2b, Disabled'"
+    tool(bare, LISTING.replace("SIZE", "81920").replace("OTHER", whole))
+    monkeypatch.setenv("PATH", f"{bare}{os.pathsep}{os.defpath}")
+    assert [one.free_bytes // MIB for one in usable_gpus()] == [40000, 70000]
+
+
+def test_the_compute_capability_of_each_gpu(bare: Path) -> None:
+    tool(bare, "echo 'GPU-1a, 8.6'\necho 'GPU-2b, 12.0'")
+    assert compute_capabilities() == {"GPU-1a": (8, 6), "GPU-2b": (12, 0)}
+    tool(bare, """echo 'Field "compute_cap" is not a valid field to query.'\nexit 2""")
+    assert compute_capabilities() == {}
