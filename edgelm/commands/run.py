@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MAX_INPUT_BYTES = 64 * 2**20
 STDIN = "-"
 PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
-SILENT_S = 1.0  # of a pipe beside a prompt, before a line says what is waited for
+SILENT_S = 1.0  # a pipe beside a prompt may be silent this long before a line says so
 
 
 def run_model(

@@ -269,7 +269,7 @@ def _with_eyes(
 
 
 def _usable(projector: Path | None, settings: Settings, warn: Callable[[str], None]) -> Path | None:
-    """Return a projector that can be used here. `warn` is told of one that is left out. Raises EngineError."""
+    """Return a projector that can be used here. Calls `warn` with the reason if one is left out. Raises EngineError."""
     if projector and settings.repeatable:
         warn("--repeatable: no pictures are read")
         return None
