@@ -451,8 +451,7 @@ def test_commands_that_wait_in_threads_do_not_import_asyncio() -> None:
         ("edgelm.commands.run", "edgelm.checkpoints edgelm.chats.attached_files edgelm.base.workers.pictures"),
         (
             "edgelm.jobs.worker, edgelm.backends.llama.build",
-            "edgelm.making.conversion.convert edgelm.models edgelm.evaluation edgelm.checkpoints.adapter "
-            "edgelm.jobs.embed edgelm.backends.llama.projector",
+            "edgelm.making.conversion.convert edgelm.models edgelm.evaluation edgelm.jobs.embed",
         ),
     ],
 )
