@@ -11,10 +11,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from edgelm.backends.choice import EngineChoice, Situation, choose_engine, may_be_told, may_go_without_cuda, partly_used
-from edgelm.backends.kept_trials import kept_trial
-from edgelm.backends.llama.adapter import LlamaAdapter, find_adapters, with_adapters
 from edgelm.backends.llama.placement import Wish
 from edgelm.backends.model import LoadedModel, OpenedModel, open_model
 from edgelm.backends.plan import MachineMemory
@@ -32,10 +31,13 @@ from edgelm.base.machine.memory import USABLE, available_memory_bytes
 from edgelm.base.places import Places, own_places
 from edgelm.base.workers.messages import EngineJob, EvalJob, EvalSide, Footprint
 from edgelm.engine.watchdog import Watchdog
-from edgelm.evaluation.evaluate import Evaluation, require_same_vocabulary
 from edgelm.library.local import find_draft_model, require_gguf
 from edgelm.library.projectors import find_projector
 from edgelm.text.template_file import read_template_file
+
+if TYPE_CHECKING:  # most models have no adapter, and are not evaluated
+    from edgelm.backends.llama.adapter import LlamaAdapter
+    from edgelm.evaluation.evaluate import Evaluation
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +93,8 @@ def _adapters(model: OpenedModel, settings: Settings, places: Places) -> tuple[L
     """Return the adapters of the settings, as llama.cpp loads them. Raises ModelError, EdgeLMError."""
     if not settings.lora or model.gguf is None:
         return ()
+    from edgelm.backends.llama.adapter import find_adapters
+
     return find_adapters(model.gguf, settings.lora, places.cache)
 
 
@@ -166,6 +170,8 @@ def _load_apart(job: EvalJob, reference: EvalSide, reports: Reports) -> Evaluati
         own = resources.enter_context(load_evaluation(alone, reports))
         beside = replace(alone, model=reference.model, kv=reference.kv, settings=there, window=own.window)
         other = resources.enter_context(load_evaluation(beside, reports))
+        from edgelm.evaluation.evaluate import Evaluation, require_same_vocabulary
+
         require_same_vocabulary(job.model, own.tokenizer, reference.model, other.tokenizer)
         if (beside.model, beside.kv) == (job.model, job.kv) and _place(own) == _place(other):
             raise RequestError(
@@ -214,7 +220,11 @@ def predict(
         from edgelm.backends.llama.build import plan_context  # these import llama.cpp
         from edgelm.backends.llama.devices import llama_devices
 
-        facts = with_adapters(model.facts, _adapters(model, settings, own_places()))
+        facts = model.facts
+        if adapters := _adapters(model, settings, own_places()):
+            from edgelm.backends.llama.adapter import with_adapters
+
+            facts = with_adapters(facts, adapters)
         wish = Wish.of(settings, llama_devices(facts) if choice.device == "gpu" else ())
         beside = small.facts if small else None
         planned = plan_context(path, facts, settings, wish, draft_facts=beside, repack=repack, machine=machine)
@@ -258,7 +268,11 @@ def choose(
                 fit_problem = _fit_problem(model, draft_model, settings, cuda, least_context)
     gpu = standing_gpu() if may_be_told(settings) else None  # nvidia-smi takes up to a second
     devices = llama_devices() if model.gguf is not None else ()
-    trial = kept_trial(own_places().cache) if devices and not cuda.problem else None
+    trial = None
+    if devices and not cuda.problem:
+        from edgelm.backends.kept_trials import kept_trial  # only with a GPU
+
+        trial = kept_trial(own_places().cache)
     choice = choose_engine(
         settings,
         Situation(

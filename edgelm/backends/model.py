@@ -22,7 +22,6 @@ from edgelm.checkpoints.safetensors import Safetensors, open_safetensors
 from edgelm.checkpoints.summary import ModelFacts, ModelKind, model_facts
 from edgelm.engine.core import PictureReader
 from edgelm.engine.engine import Engine
-from edgelm.models.config import folder_problem, unsupported_reason
 from edgelm.text.pairs import PairEncoder
 from edgelm.text.prompt_token_cache import PromptTokenCache
 from edgelm.text.tokenizer import Tokenizer
@@ -87,6 +86,7 @@ class OpenedModel:
         """
         if self.facts.summary.kind == "rerank":
             return "the torch engine does not rank documents"
+        from edgelm.models.config import folder_problem, unsupported_reason
         from edgelm.models.loading.decoder import unreadable_reason  # it imports torch
 
         if self.folder and (problem := folder_problem(self.folder.folder)):

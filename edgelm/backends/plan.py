@@ -40,7 +40,7 @@ class MachineMemory:
     cores: int  # physical ones that may be used
     read_bytes_per_s: float = 0.0  # memory bandwidth, with the threads that will decode; 0: not measured
     others: float | None = None  # cores that other processes kept busy while it was measured; None: not known
-    limit_bytes: int | None = None  # that the model may take of it; None: as much as is free
+    limit_bytes: int | None = None  # the model's share of it; None: as much as is free
 
     @property
     def usable_bytes(self) -> int:

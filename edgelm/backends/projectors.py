@@ -20,8 +20,8 @@ def fitting_projector(
 ) -> Projector | None:
     """Return the projector of a model; None: it reads no pictures.
 
-    One that was found by its name and cannot be used is left out, and `warn` is told; for one that the settings name,
-    this raises ModelError.
+    One that was found by its name and cannot be used is left out, and `warn` gets the reason. Raises ModelError for one
+    that the settings name.
     """
     if (path := find_projector(settings, model)) is None:
         return None

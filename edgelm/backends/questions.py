@@ -87,7 +87,7 @@ class LlamaBuild:
     version: str
     features: tuple[str, ...]
     devices: tuple[Device, ...]  # GPUs
-    package: str  # that it came with: its label (llama_build.py)
+    package: str  # the package of the build: its label (llama_build.py)
     library: str  # the file with the kernels for the processor
     weight_buffers: tuple[str, ...]  # in which it may rearrange the weights, such as "AMX"
     gpu_problem: str = ""  # why an installed GPU backend is not used

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """Callbacks of whoever loads a model."""
+    """Callbacks for the progress of loading a model."""
 
     progress: Callable[[float], bool] | None = None  # gets the share of the weights, 0 to 1; False cancels
     notify: Callable[[str], None] = log.info  # a line that the next one replaces

@@ -91,7 +91,7 @@ class SnapshotFolder:
         self._identity = identity
         self._bounds = bounds
         self.path = root / identity.hex()
-        self.num_pieces = 0  # that were written or prepared, for those who wait for the disk
+        self.num_pieces = 0  # written or prepared: callers that wait for the disk read it
         self._files: tuple[StoredPrefix, ...] = ()
         self._listed_ns = 0  # the folder's modification time when `_files` was listed
         self._refused: set[str] = set()  # unreadable files, deleted or not

@@ -94,7 +94,7 @@ class ToolRunner:
         self._told: set[str] = set()  # servers whose failure was told
 
     async def offer(self, session: Session, show: Callable[[str], None]) -> Offer:
-        """Return the tools of the chat's servers; a server that cannot be used is told and left out.
+        """Return the tools of the chat's servers; a server that cannot be used is reported and left out.
 
         `show` is called with the present activity.
         """
@@ -114,7 +114,7 @@ class ToolRunner:
         return connections[name].state if name in connections else "failed"
 
     async def _list(self, name: str) -> Listing:
-        """Return the tools of a server; none where it cannot be used, which is told once."""
+        """Return the tools of a server; none where it cannot be used, which is reported once."""
         try:
             listing = await self.toolbox.connection(name).list_tools()
         except EdgeLMError as error:

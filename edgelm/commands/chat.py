@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edgelm.base.config import SETTINGS, Config, load_config
 from edgelm.base.errors import EdgeLMError, ModelError
@@ -19,6 +19,7 @@ from edgelm.commands.presets import read_looks, read_presets, start_preset
 from edgelm.library.local import runnable_model
 
 if TYPE_CHECKING:
+    from edgelm.chats.presets import Preset
     from edgelm.client.link import Link
     from edgelm.tui.workspace import ChatDefaults
 
@@ -73,52 +74,16 @@ def open_chat(
         raise EdgeLMError("the chat needs a terminal", hint)
     if is_dumb and not plain:
         print("this terminal is dumb (TERM): the chat is in plain lines, as with --plain")
-    from edgelm.client.addresses import normalize_address
-    from edgelm.client.link import Link
     from edgelm.tui.workspace import ChatDefaults
 
     if model and endpoint is None:
         model = _endpoint_name(model, config)
     presets = read_presets(config)
-    start, note = start_preset(presets, preset, config), ""
-    if start is not None and (model or endpoint):
-        start = start.without(("model",)) if model else start
-    elif start is not None and start.model:
-        try:
-            model = _endpoint_name(start.model, config)
-        except EdgeLMError as error:
-            if preset is not None:
-                raise ModelError(f"the model of the preset {start.name}: {error.message}", error.hint) from None
-            note = f"the model of the preset {start.name}: {error}"  # the chat begins all the same
-        start = replace(start, model=model or "")
-    settings, sources, places = config.settings, config.sources, config.places
-    by_path = endpoint is None and Path(model or "").is_absolute()
-    # Flags need a server of our own: a running server has its own settings.
-    own = [flag for name, value in flags.items() if value is not None for flag in as_flags(name, value)]
-    arguments = [*own, *([model] if model and by_path else [])]
-    link = Link(
-        endpoint=normalize_address(endpoint) if endpoint else None,
-        api_key=api_key or _choose_key(endpoint, config),
-        runtime=places.runtime,
-        log=places.cache / "serve.log",
-        arguments=arguments,
-        share=not own,
-        library=config.library,
-    )
-    per_model = {name for table in config.models for name in table.settings} if endpoint is None else set()
-
-    def is_own(name: str) -> bool:
-        """Return whether the chat sends a setting; what config.toml has for some models, our own server knows."""
-        return sources[name] != "default" and (sources[name].startswith(("--", "EDGELM_")) or name not in per_model)
-
-    options = {
-        name: value
-        for name, setting in SETTINGS.items()
-        if setting.sampling and is_own(name) and (value := getattr(settings, name)) is not None
-    }
+    model, start, note = _with_preset(start_preset(presets, preset, config), model, config, endpoint, named=preset)
+    link = _link(config, endpoint, model, flags, api_key)
     defaults = ChatDefaults(
         model or "",
-        options,
+        _sent_settings(config, own_server=endpoint is None),
         presets,
         preset=start,
         is_preset_given=preset is not None,
@@ -131,6 +96,65 @@ def open_chat(
         num_lost = _run_screen(config, link, defaults)
     if num_lost:
         raise EdgeLMError(f"the last {num_lost:,} changes of the chats were not saved", "the reason is above")
+
+
+def _with_preset(
+    start: Preset | None, model: str | None, config: Config, endpoint: str | None, *, named: str | None
+) -> tuple[str | None, Preset | None, str]:
+    """Return the model of new chats, their preset, and a note where the preset's own model is not here.
+
+    Raises ModelError for such a preset that the user `named`.
+    """
+    if start is None:
+        return model, None, ""
+    if model or endpoint:
+        return model, start.without(("model",)) if model else start, ""
+    note = ""
+    if start.model:
+        try:
+            model = _endpoint_name(start.model, config)
+        except EdgeLMError as error:
+            if named is not None:
+                raise ModelError(f"the model of the preset {start.name}: {error.message}", error.hint) from None
+            note = f"the model of the preset {start.name}: {error}"  # the chat begins all the same
+        start = replace(start, model=model or "")
+    return model, start, note
+
+
+def _link(
+    config: Config, endpoint: str | None, model: str | None, flags: Mapping[str, object], api_key: str | None
+) -> Link:
+    """Return the link to the named endpoint, or to a server of this machine."""
+    from edgelm.client.addresses import normalize_address
+    from edgelm.client.link import Link
+
+    by_path = endpoint is None and Path(model or "").is_absolute()
+    # Flags need a server of our own: a running server has its own settings.
+    own = [flag for name, value in flags.items() if value is not None for flag in as_flags(name, value)]
+    return Link(
+        endpoint=normalize_address(endpoint) if endpoint else None,
+        api_key=api_key or _choose_key(endpoint, config),
+        runtime=config.places.runtime,
+        log=config.places.cache / "serve.log",
+        arguments=[*own, *([model] if model and by_path else [])],
+        share=not own,
+        library=config.library,
+    )
+
+
+def _sent_settings(config: Config, *, own_server: bool) -> dict[str, Any]:
+    """Return the sampling settings that the chat sends: what config.toml has for some models, our own server knows."""
+    per_model = {name for table in config.models for name in table.settings} if own_server else set()
+
+    def is_sent(name: str) -> bool:
+        source = config.sources[name]
+        return source != "default" and (source.startswith(("--", "EDGELM_")) or name not in per_model)
+
+    return {
+        name: value
+        for name, setting in SETTINGS.items()
+        if setting.sampling and is_sent(name) and (value := getattr(config.settings, name)) is not None
+    }
 
 
 def _run_screen(config: Config, link: Link, defaults: ChatDefaults) -> int:

@@ -33,7 +33,7 @@ from edgelm.library.scan import note_use
 
 WORKER = "edgelm.jobs.worker"
 LINE_INTERVAL_S = 10.0  # between two lines of progress for a pipe or a file
-SILENT_S = 1.0  # that saving takes before a line tells of it
+SILENT_S = 1.0  # saving takes this long before a line reports it
 REPLIES = (Loading, Status, Note, Read, Text, Thought, EvalState, EvalRestarted, Vector, Result)
 
 

@@ -16,7 +16,6 @@ from edgelm.base.errors import EdgeLMError, RequestError, UsageError
 from edgelm.base.places import Places
 from edgelm.base.workers.grammars import GrammarSpec
 from edgelm.base.workers.messages import EFFORTS, Passage, Read, Result, RunJob, Said, Text, Thinking, Thought
-from edgelm.chats.attached_files import full_path, is_picture, picture_of, read_attachment
 from edgelm.chats.attachments import Attachment, images
 from edgelm.chats.presets import Preset, apply_preset
 from edgelm.commands.grammar import chosen_grammar
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 MAX_INPUT_BYTES = 64 * 2**20
 STDIN = "-"
 PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
-SILENT_S = 1.0  # of a pipe beside a prompt, before a line says what is waited for
+SILENT_S = 1.0  # a pipe beside a prompt may be silent this long before a line says so
 
 
 def run_model(
@@ -246,10 +245,13 @@ def _read_prompt(prompt: str | None, paths: Sequence[str], *, stdin: bool) -> tu
         if len(raw) > MAX_INPUT_BYTES:
             raise RequestError(f"standard input is longer than {MAX_INPUT_BYTES // 2**20} MiB", "shorten it")
         try:
-            if is_picture(raw):
-                piped.append(picture_of(raw, "standard input"))
-            elif raw:
-                parts.append(raw.decode())
+            if raw:
+                from edgelm.chats.attached_files import is_picture, picture_of  # most prompts are an argument alone
+
+                if is_picture(raw):
+                    piped.append(picture_of(raw, "standard input"))
+                else:
+                    parts.append(raw.decode())
         except UnicodeDecodeError as error:
             raise RequestError(
                 f"standard input is not valid UTF-8 (byte 0x{raw[error.start]:02x} at {error.start})",
@@ -270,6 +272,8 @@ def _read_prompt(prompt: str | None, paths: Sequence[str], *, stdin: bool) -> tu
 
 
 def _read_picture(path: str) -> Attachment:
+    from edgelm.chats.attached_files import full_path, read_attachment
+
     attachment, _ = read_attachment(full_path(path))
     if attachment.kind != "image":
         raise RequestError(f"{attachment.name} is not a picture", "--know answers from texts and PDFs")

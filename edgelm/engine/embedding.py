@@ -21,8 +21,8 @@ from edgelm.base.errors import DeviceError, EdgeLMError, EngineError
 from edgelm.engine.core import Embedder, EmbeddingBatch
 
 BUSY_SHARE = 0.25  # of the time of the steps, while answers are decoded
-BUSY_PIECE_S = 0.03  # that a step waits for a piece of this work
-IDLE_PIECE_S = 0.2  # that a new request waits
+BUSY_PIECE_S = 0.03  # a step waits at most this long for a piece of this work
+IDLE_PIECE_S = 0.2  # a new request waits at most this long
 MIN_PIECE = 8  # tokens, as before the speed is known; they cost little more than one
 MAX_PIECE = 512  # tokens; a batch has more only if one input has
 

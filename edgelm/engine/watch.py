@@ -32,7 +32,7 @@ class ChunkRecord:
     prompt_len: int
     cached: int  # prompt tokens that were found in the prefix cache
     start: int  # the position of its first token
-    num_tokens: int  # that were computed, with the draft
+    num_tokens: int  # computed tokens, draft included
     drafted: int  # with the tokens that a grammar forced
     forced: int  # leading tokens of the draft
     accepted: int  # leading tokens of the draft

@@ -16,7 +16,7 @@ from edgelm.base.errors import RequestError
 from edgelm.base.workers.grammars import CheckedGrammar, GrammarSpec, SchemaRule
 from edgelm.engine.core import Matcher
 from edgelm.engine.sampling.budget import BudgetMatcher
-from edgelm.engine.sampling.unique import merged
+from edgelm.engine.sampling.unique_lists import merged
 from edgelm.jobs.request import AnswerRequest
 from edgelm.jobs.tool_schemas import ToolSchemas
 from edgelm.text.calls.derive import ToolSupport, find_support

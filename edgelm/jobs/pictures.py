@@ -12,17 +12,20 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from edgelm.backends.model import LoadedModel
 from edgelm.base.config import Settings
 from edgelm.base.errors import NotSeenError, RequestError
 from edgelm.base.workers.parent import in_daemon_thread
 from edgelm.engine.core import PicturePart, PictureSpan, in_prompt
-from edgelm.jobs.picture_fetch import SEND, PictureFetcher
 from edgelm.jobs.request import too_long
 from edgelm.text.pictures import PICTURE, name_of, names_in, picture_urls, with_marks
 from edgelm.text.prompt_token_cache import Prompt
 from edgelm.text.template import Message
+
+if TYPE_CHECKING:
+    from edgelm.jobs.picture_fetch import PictureFetcher
 
 _DATA = re.compile(r"data:(?:image/[\w.+-]+|application/octet-stream)?(?:;[\w.+-]+=[^;,]*)*;base64,", re.IGNORECASE)
 _ELSEWHERE = re.compile("https?:", re.IGNORECASE)
@@ -62,6 +65,8 @@ async def read_pictures(
         return Pictures(messages)
     if loaded.pictures is None:
         raise NotSeenError("this model reads no images", "use one that does, such as gemma3:4b")
+    from edgelm.jobs.picture_fetch import PictureFetcher  # most requests have no picture
+
     reader, context = loaded.pictures, loaded.engine.info.context
     fetcher = PictureFetcher(settings.picture_host)
 
@@ -89,5 +94,7 @@ def _data_of(url: str) -> bytes:
             return base64.b64decode(url[match.end() :], validate=True)
         except binascii.Error:
             raise RequestError("the base64 of a picture is damaged", "encode it again") from None
+    from edgelm.jobs.picture_fetch import SEND
+
     kind = url.partition(":")[0][:20]
     raise RequestError(f"a picture's address begins with {kind!r}, and nothing is fetched for a client", SEND)

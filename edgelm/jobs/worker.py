@@ -22,9 +22,7 @@ from edgelm.base.machine.conditions import Measurement
 from edgelm.base.places import own_places
 from edgelm.base.workers.child import Child, Handler, run_job
 from edgelm.base.workers.messages import EngineJob, EvalJob, Result, RunJob, Status
-from edgelm.jobs.embed import embed_texts
 from edgelm.jobs.embed_request import EmbedJob
-from edgelm.jobs.evaluate import evaluate_file
 from edgelm.jobs.speed import BenchJob, check, measure, measure_picture
 from edgelm.making.conversion.kept import with_gguf
 from edgelm.text.template_worker import start_template_worker
@@ -70,6 +68,18 @@ def _run(job: RunJob, child: Child) -> None:
             template_worker.close()
 
 
+def _evaluate(job: EvalJob, child: Child) -> None:
+    from edgelm.jobs.evaluate import evaluate_file  # the other jobs do not need it
+
+    evaluate_file(job, child)
+
+
+def _embed(job: EmbedJob, child: Child) -> None:
+    from edgelm.jobs.embed import embed_texts  # the other jobs do not need it
+
+    work_with_engine(embed_texts, job, child)
+
+
 async def _bench(loaded: LoadedModel, job: BenchJob, child: Child) -> None:
     loaded.require("text")
     info = loaded.engine.info
@@ -104,7 +114,7 @@ if __name__ == "__main__":
     handlers: dict[type, Handler] = {
         RunJob: _run,
         BenchJob: partial(work_with_engine, _bench),
-        EvalJob: evaluate_file,
-        EmbedJob: partial(work_with_engine, embed_texts),
+        EvalJob: _evaluate,
+        EmbedJob: _embed,
     }
     sys.exit(run_job(handlers))

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from edgelm.base.config import Config, Settings
 from edgelm.base.errors import ModelError, RequestError
-from edgelm.checkpoints.encoder import is_encoder_folder
 from edgelm.library.catalog import entries, find_entry, near_names, stand_in
 from edgelm.library.hub_cache import Snapshot, folder_name, names_in, read_repository
 from edgelm.library.names import CatalogName, HubReference, LocalPath, Reference, StarterName, parse_name, shown
@@ -105,7 +104,11 @@ def require_sight(model: LocalModel, config: Config) -> None:
 
 def runs_here(model: LocalModel) -> bool:
     """Return whether an engine for it is installed: a GGUF and a BERT always run, other safetensors need torch."""
-    return model.format == "gguf" or find_spec("torch") is not None or is_encoder_folder(model.path)
+    if model.format == "gguf" or find_spec("torch") is not None:
+        return True
+    from edgelm.checkpoints.encoder import is_encoder_folder  # `edgelm run` of a GGUF needs no reader of configurations
+
+    return is_encoder_folder(model.path)
 
 
 def require_runnable(model: LocalModel) -> LocalModel:

@@ -26,7 +26,7 @@ LOCAL = "local"  # of `Rules.origins`: web views of editors, browser extensions,
 LOCAL_SCHEMES = frozenset(
     {"app", "file", "tauri", "vscode-webview", "chrome-extension", "moz-extension", "safari-web-extension"}
 )
-METHODS = "GET, POST, DELETE"  # that other origins may use
+METHODS = "GET, POST, DELETE"  # allowed to other origins
 HEADERS = re.compile(
     r"accept|authorization|content-type|prefer|user-agent|x-api-key|x-request-id|x-requested-with|(anthropic|openai|x-stainless)-[a-z0-9-]+"
 )

@@ -184,7 +184,7 @@ async def _late_events(
 
 
 def _refusal(status: int, body: bytes) -> ApiError:
-    """Return the error of a request that the engine refuses, in whichever dialect it is."""
+    """Return the error of a request that the engine refuses, in the dialect of the request."""
     error = json.loads(body)["error"]
     if isinstance(error, str):  # Ollama's form
         return ApiError(status, "refused", error)

@@ -40,7 +40,7 @@ class RequestRecord:
     began: float = field(default_factory=time.monotonic)
     status: int = 0  # 0: there is no answer yet
     model: str | None = None
-    process: EngineProcess | None = None  # that it was sent to
+    process: EngineProcess | None = None  # the engine process that got the request
     sent_s: float = 0.0  # from its begin to that
 
     def sent_to(self, slot: EngineSlot, process: EngineProcess) -> None:

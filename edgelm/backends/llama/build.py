@@ -11,23 +11,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from edgelm.backends.drafting import NO_HEADS, measured_clock, ngram_drafter, require_same_vocabulary, throttled
-from edgelm.backends.llama.adapter import LlamaAdapter, with_adapters
 from edgelm.backends.llama.binding import load_mtmd
 from edgelm.backends.llama.buffers import LlamaBuffers
 from edgelm.backends.llama.devices import llama_devices
 from edgelm.backends.llama.embedding import embedder_of
-from edgelm.backends.llama.encoder import build_encoder
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions, state_identity
 from edgelm.backends.llama.heads import has_heads_api
 from edgelm.backends.llama.memory import LlamaMemory, repacked_types
 from edgelm.backends.llama.model import DeviceMemoryError, LlamaModel
 from edgelm.backends.llama.offload import OffloadedMemory
 from edgelm.backends.llama.placement import Placement, Wish
-from edgelm.backends.llama.projector import Projector
-from edgelm.backends.llama.repeatable import MOST_ROWS, rule_for
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.backends.model import LoadedModel
 from edgelm.backends.plan import DRAFT_KV, DraftModel, MachineMemory, Plan, draft_layouts, plan
@@ -54,6 +50,10 @@ from edgelm.engine.speculation.mtp_drafter import MtpDrafter
 from edgelm.engine.step_times import DEPTH
 from edgelm.text.prompt_token_cache import PromptTokenCache
 from edgelm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from edgelm.backends.llama.adapter import LlamaAdapter
+    from edgelm.backends.llama.projector import Projector
 
 ROLLBACK_LEN = 3  # tokens of a draft that recurrent states can go back: each costs another copy of the states
 RETRIES = 8  # to halve and halve again what was on the devices
@@ -85,7 +85,10 @@ def build_llama(
     repeatable = settings.repeatable and facts.summary.kind == "text"
     if repeatable and gpu:
         raise EdgeLMError("llama.cpp is not repeatable on a GPU", "add --device cpu, or omit --repeatable")
-    facts = with_adapters(facts, files.adapters)
+    if files.adapters:
+        from edgelm.backends.llama.adapter import with_adapters
+
+        facts = with_adapters(facts, files.adapters)
     projector = _usable(files.projector, settings, reports.warn)
     drafting = job.drafts and settings.drafts
     draft_facts = _read_facts(files.draft) if files.draft and drafting else None
@@ -124,50 +127,75 @@ def build_llama(
         progress=reports.progress,
     )
     if facts.summary.kind != "text":
+        from edgelm.backends.llama.encoder import build_encoder  # most models write text
+
         placement = OffloadedMemory(facts, wish, sequences=1).placement(option.kv, option.context)
         model = load_weights(placement=placement)
         footprint = planned.footprint("gpu" if gpu else "cpu", 0)
         return build_encoder(model, facts, option.context, planned.threads, footprint)
     ram = settings.prefix_cache_ram
     snapshot_bytes = planned.snapshot_bytes if ram is None else int(ram * 2**30)
-
-    def load(placement: Placement) -> _Loaded:
-        with ExitStack() as if_it_fails:
-            model = load_weights(placement=placement)
-            if_it_fails.callback(model.close)
-            eyes, own = _with_eyes(projector, model, options)
-            if eyes:
-                if_it_fails.callback(eyes.close)
-            tokenizer = LlamaTokenizer.of_model(model.native, model)
-            folder = snapshot_folder(job.prefixes, model, files.parts, options, Bounds.of(settings))
-            store = SnapshotStore(snapshot_bytes, folder)
-            loaded = _Loaded(model, tokenizer, folder, store, LlamaExecutor(model, own, store, eyes), eyes)
-            if_it_fails.pop_all()
-        return loaded
-
     memory = OffloadedMemory(facts, wish, sequences=settings.parallel)
-    placements = memory.from_placement(option.kv, option.context)
-    loaded = _first_that_loads(load, placements)
-    executor, folder = loaded.executor, loaded.folder
+    load = partial(_load, job, files, options, load_weights, projector, snapshot_bytes)
+    loaded = _first_that_loads(load, memory.from_placement(option.kv, option.context))
     clock, drafter = StepClock(), None
-    if drafting and not executor.info.can_draft:
-        reports.warn(f"nothing is drafted: {_why_no_drafts(job.model, facts)}")
-    elif drafting:
-        deep_row_s = LlamaMemory(facts, sequences=1).flash_seconds(DEPTH) / planned.threads
-        try:
-            clock, drafter = _drafting(loaded, replace(job, repack=repack), files, options, places, deep_row_s)
-        except EdgeLMError:
-            executor.close()
-            raise
-        if not drafter:
-            reports.warn(NO_HEADS)
-    kv = SlotKV(executor.info, snapshot_bytes, loaded.store, shared_share=settings.prefix_cache_shared / 100)
-    scheduler = Scheduler(executor.info, kv, clock, drafter)
-    prompt_tokens = PromptTokenCache(folder.path / PROMPT_TOKENS if folder else None)
+    if drafting:
+        clock, drafter = _clock_and_drafter(loaded, replace(job, repack=repack), facts, files, options, places, reports)
+    kv = SlotKV(loaded.executor.info, snapshot_bytes, loaded.store, shared_share=settings.prefix_cache_shared / 100)
+    scheduler = Scheduler(loaded.executor.info, kv, clock, drafter)
+    prompt_tokens = PromptTokenCache(loaded.folder.path / PROMPT_TOKENS if loaded.folder else None)
     footprint = planned.footprint("gpu" if gpu else "cpu", snapshot_bytes)
     make_embedder = partial(embedder_of, loaded.model, facts, options.context, planned.threads)
-    engine = Engine(executor, scheduler, clock, make_embedder=make_embedder).start()
+    engine = Engine(loaded.executor, scheduler, clock, make_embedder=make_embedder).start()
     return LoadedModel(planned.name, engine, loaded.tokenizer, prompt_tokens, footprint, pictures=loaded.eyes)
+
+
+def _load(
+    job: EngineJob,
+    files: LlamaFiles,
+    options: LlamaOptions,
+    load_weights: Callable[..., LlamaModel],
+    projector: Path | None,
+    snapshot_bytes: int,
+    placement: Placement,
+) -> _Loaded:
+    """Load a model with one placement, and what reads its texts and pictures; nothing stays where that fails."""
+    with ExitStack() as if_it_fails:
+        model = load_weights(placement=placement)
+        if_it_fails.callback(model.close)
+        eyes, own = _with_eyes(projector, model, options)
+        if eyes:
+            if_it_fails.callback(eyes.close)
+        tokenizer = LlamaTokenizer.of_model(model.native, model)
+        folder = snapshot_folder(job.prefixes, model, files.parts, options, Bounds.of(job.settings))
+        store = SnapshotStore(snapshot_bytes, folder)
+        loaded = _Loaded(model, tokenizer, folder, store, LlamaExecutor(model, own, store, eyes), eyes)
+        if_it_fails.pop_all()
+    return loaded
+
+
+def _clock_and_drafter(
+    loaded: _Loaded,
+    job: EngineJob,
+    facts: ModelFacts,
+    files: LlamaFiles,
+    options: LlamaOptions,
+    places: Places,
+    reports: Reports,
+) -> tuple[StepClock, Drafter | None]:
+    """Return the clock of the steps and the drafter, and warn where nothing drafts."""
+    if not loaded.executor.info.can_draft:
+        reports.warn(f"nothing is drafted: {_why_no_drafts(job.model, facts)}")
+        return StepClock(), None
+    deep_row_s = LlamaMemory(facts, sequences=1).flash_seconds(DEPTH) / options.threads
+    try:
+        clock, drafter = _drafting(loaded, job, files, options, places, deep_row_s)
+    except EdgeLMError:
+        loaded.executor.close()
+        raise
+    if not drafter:
+        reports.warn(NO_HEADS)
+    return clock, drafter
 
 
 def machine_memory(limit_bytes: int | None = None) -> MachineMemory:
@@ -264,12 +292,14 @@ def _with_eyes(
     """Return the projector, loaded, and options for its pictures."""
     if projector is None:
         return None, options
+    from edgelm.backends.llama.projector import Projector  # most models see nothing
+
     eyes = Projector(projector, model, options.threads)
     return eyes, replace(options, picture_tokens=eyes.max_tokens if eyes.whole else 0)
 
 
 def _usable(projector: Path | None, settings: Settings, warn: Callable[[str], None]) -> Path | None:
-    """Return a projector that can be used here. `warn` is told of one that is left out. Raises EngineError."""
+    """Return a projector that can be used here. Calls `warn` with the reason if one is left out. Raises EngineError."""
     if projector and settings.repeatable:
         warn("--repeatable: no pictures are read")
         return None
@@ -288,6 +318,7 @@ def _made_repeatable(
     job: EngineJob, files: LlamaFiles, options: LlamaOptions, places: Places, reports: Reports
 ) -> tuple[bool, LlamaOptions]:
     """Return whether to repack the weights, and the options, so that answers repeat. Raises ModelError."""
+    from edgelm.backends.llama.repeatable import MOST_ROWS, rule_for  # only with --repeatable
 
     def load(repacked: bool) -> LlamaModel:
         return LlamaModel(job.model, files=files.parts, repack=repacked, adapters=files.adapters)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,6 @@ from edgelm.backends.llama.heads import LlamaHeads, heads_params
 from edgelm.backends.llama.memory import CELLS, MAX_ROWS, head_refusal, kv_head_bytes, kv_types, micro_batch, padded
 from edgelm.backends.llama.model import LlamaModel, memory_error
 from edgelm.backends.llama.pace import NativeThreads, Pace
-from edgelm.backends.llama.projector import PictureBatch, Projector, Tile
 from edgelm.backends.snapshots import SnapshotStore
 from edgelm.base.errors import EngineError, ModelError, SnapshotError
 from edgelm.base.kv_modes import LLAMA_KV
@@ -44,6 +43,9 @@ from edgelm.engine.core import (
     Trim,
 )
 from edgelm.engine.sampling.host import HostSampler
+
+if TYPE_CHECKING:
+    from edgelm.backends.llama.projector import Projector
 
 UNBOUNDED = 2**62  # bytes
 
@@ -186,6 +188,8 @@ class LlamaExecutor:
         assert chunk.end <= span.end
         assert count <= max(self._info.max_tokens, self._options.picture_tokens)
         assert self._projector is not None
+        from edgelm.backends.llama.projector import PictureBatch, Tile  # most models see nothing
+
         assert isinstance(span.source, Tile)
         embeddings = self._projector.embeddings(span.source)
         first, begin = chunk.start - span.start, chunk.seq.position(span.start)

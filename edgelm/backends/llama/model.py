@@ -10,15 +10,17 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from edgelm.backends.llama.adapter import LlamaAdapter
 from edgelm.backends.llama.api import fill_struct, metadata, native_log, start_backend
 from edgelm.backends.llama.binding import L
 from edgelm.backends.llama.devices import NativePlacement
 from edgelm.backends.llama.placement import ON_CPU, Placement
 from edgelm.base.errors import ModelError
 from edgelm.base.machine.cpu import OtherLoad
+
+if TYPE_CHECKING:
+    from edgelm.backends.llama.adapter import LlamaAdapter
 
 _MADV_DONTNEED = 4
 

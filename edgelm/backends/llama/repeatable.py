@@ -18,12 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgelm.backends.llama.adapter import LlamaAdapter
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.base.atomic import atomic_json, read_json
@@ -34,6 +33,9 @@ from edgelm.base.sampling import SamplingParams
 from edgelm.checkpoints.files import file_identity
 from edgelm.engine.core import Chunk, Step, Trim
 from edgelm.engine.core import Sequence as Request
+
+if TYPE_CHECKING:
+    from edgelm.backends.llama.adapter import LlamaAdapter
 
 VERSION = 1  # of the measurement
 PREFIX_LEN = 40  # tokens before the compared rows

@@ -10,12 +10,14 @@ from collections.abc import Iterable
 from functools import cached_property
 from itertools import compress, repeat
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from edgelm.backends.llama.binding import L
 from edgelm.base.errors import ModelError, RequestError
 from edgelm.text.byte_letters import missing_bytes, unwritable, without
-from edgelm.text.wordpiece import WordPiece, is_split_alike
+
+if TYPE_CHECKING:
+    from edgelm.text.wordpiece import WordPiece
 
 _MAX_BYTES = 2**31 - 32  # llama.cpp counts bytes and tokens in 32 bits
 _NOT_TEXT = L.LLAMA_TOKEN_ATTR_CONTROL | L.LLAMA_TOKEN_ATTR_UNKNOWN
@@ -97,7 +99,7 @@ class LlamaTokenizer:
         if unspelled := self._unspelled(text, special):
             raise RequestError(f"the model's vocabulary cannot write {unspelled!r}", "remove it")
         cut = not special and self._harmony_ids and self._bpe and _HARMONY_BEGIN.search(text)
-        if self._wpm and not special and not is_split_alike(text):
+        if self._wpm and not special and self._is_split_otherwise(text):
             tokens = self._framed(self._words.encode(text), bos)
         else:
             tokens = self._tokenize_cut(text, bos) if cut else self._tokenize(data, special, bos)
@@ -190,9 +192,16 @@ class LlamaTokenizer:
     def _is_unknown(self, token: int, text: str) -> bool:
         return bool(self._attr(token) & L.LLAMA_TOKEN_ATTR_UNKNOWN) and self.text_of(token) not in text
 
+    def _is_split_otherwise(self, text: str) -> bool:
+        from edgelm.text.wordpiece import is_split_alike  # only for a BERT
+
+        return not is_split_alike(text)
+
     @cached_property
     def _words(self) -> WordPiece:
         """The vocabulary of a BERT; its special tokens are in no text."""
+        from edgelm.text.wordpiece import WordPiece
+
         ids = {self.text_of(token): token for token in range(self.num_tokens) if not self._attr(token) & _NOT_TEXT}
         attrs = map(self._attr, range(self.num_tokens))
         unknown = next((i for i, attr in enumerate(attrs) if attr & L.LLAMA_TOKEN_ATTR_UNKNOWN), 0)

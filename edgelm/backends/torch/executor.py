@@ -113,7 +113,7 @@ class TorchExecutor:
         self._host_sampler = HostSampler(decoder.vocab_size)
         self._device_sampler: DeviceSampler | None = None
         self._histories = Histories()
-        self._host_tokens = torch.full((options.max_rows,), NOT_A_TOKEN)  # that the host sampler has sampled last
+        self._host_tokens = torch.full((options.max_rows,), NOT_A_TOKEN)  # the last samples of the host sampler
         self._last_rows = NO_ROWS  # of the previous step, by sequence id
         self._caches: list[LayerCache] = []
         self._buffers: StepBuffers | None = None

@@ -76,7 +76,7 @@ class Difference:
 class Comparison:
     """Compares kernels with references, and keeps a verdict of each op and kind of arguments.
 
-    `begins` is told before a kernel runs that was not compared before: it may crash or hang.
+    `begins` is called before the first run of each kernel, which may crash or hang.
     """
 
     def __init__(self, begins: Callable[[str, str], None]) -> None:

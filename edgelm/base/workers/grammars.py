@@ -29,7 +29,7 @@ class GrammarSpec:
     source: str = ""  # a JSON schema, a regex, a JSON list of strings, Lark or GBNF; a JSON object needs none
     strict: bool = True  # a schema that cannot be enforced in full is refused; False: it is relaxed and reported
     rules: tuple[SchemaRule, ...] = ()  # added to a Lark grammar
-    unique: str = ""  # JSON: the lists in a Lark grammar whose items must differ (engine/sampling/unique.py)
+    unique: str = ""  # JSON: the lists in a Lark grammar whose items must differ (engine/sampling/unique_lists.py)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from edgelm.base.workers.parent import in_daemon_thread
 from edgelm.engine.core import Masks, Matcher
 from edgelm.engine.sampling.grammar_checker import MAX_WORKERS, GrammarChecker
 from edgelm.engine.sampling.grammar_limits import first_line, parser_limits
-from edgelm.engine.sampling.unique import Lists, Pieces, UniqueMatcher
+from edgelm.engine.sampling.unique import Pieces, UniqueMatcher
+from edgelm.engine.sampling.unique_lists import Lists
 
 MAX_GRAMMARS = 64  # compiled or refused ones that are kept, least recently used out first; each takes 0.2 MB or more
 MAX_TOKEN_BYTES = 1000  # llguidance panics at a token of 1,024

@@ -25,8 +25,7 @@ from edgelm.base.workers.child import Child, answer_requests
 from edgelm.base.workers.grammars import CheckedGrammar, GrammarSpec
 from edgelm.engine.sampling.grammar_limits import first_line, parser_limits
 from edgelm.engine.sampling.schema import for_llguidance, parse_schema, without_patterns
-from edgelm.engine.sampling.stronger import stronger
-from edgelm.engine.sampling.unique import Lists, merged, unique_lists
+from edgelm.engine.sampling.unique_lists import Lists, merged, unique_lists
 
 MAX_CPU_S = 2.0  # for one grammar; the slowest of 9,557 schemas in real use takes 1.9 s with a vocabulary
 MAX_MEMORY_BYTES = 1 << 30
@@ -71,6 +70,8 @@ def _enforceable(schema: dict[str, Any], *, strict: bool) -> tuple[dict[str, Any
     Where a keyword is unknown to llguidance, that is a stronger schema. One that is not strict is relaxed as far as
     necessary, in the end to any JSON.
     """
+    from edgelm.engine.sampling.stronger import stronger  # other grammars need no algebra of schemas
+
     unique = unique_lists(schema)
     reason = ""
     for form in (dict, stronger, partial(stronger, merge_patterns=True)):

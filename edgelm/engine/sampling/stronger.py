@@ -23,7 +23,7 @@ from edgelm.engine.sampling.negated import (
     types_of,
     without_strings,
 )
-from edgelm.engine.sampling.unique import item_values
+from edgelm.engine.sampling.unique_lists import item_values
 
 _MAX_DEPTH = 64
 _MAX_PARTS = 20_000  # of one result: alternatives multiply

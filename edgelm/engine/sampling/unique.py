@@ -4,27 +4,21 @@ A grammar cannot refer to what was written before. This reads the JSON as it com
 item a second time; of items with few values, also tokens after which only a used one could follow. Which lists it holds
 to that is told by the key before them: `"tags": [` is a list of `tags` wherever it stands.
 
-Owns the reading of lists and the table of their keys. Knows nothing of chat, tools and llguidance.
+Owns the reading of lists; unique_lists.py has the table of their keys. Knows nothing of chat, tools and llguidance.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgelm.engine.core import Masks, Matcher
-from edgelm.engine.sampling.negated import resolved, types_of
+from edgelm.engine.sampling.unique_lists import ANY_KEY, NO_KEY, Lists
 
-Lists = Mapping[str, Sequence[str] | None]  # the JSON of all possible items by key, None: there are many
-
-NO_KEY = ""  # of a list that is the whole answer, or an item of a list
-ANY_KEY = "*"
-_MAX_VALUES = 256  # of items that are listed
 _ENDS = b',]}"'  # a token that completes an item has one of them
 _SPACE = b" \t\r\n"
 _CLOSED = {ord("["): ord("]"), ord("{"): ord("}")}
@@ -34,86 +28,6 @@ _NEAR_BYTES = 8  # before the end of a used item, a token is looked behind
 _MAX_LOOK = 4  # tokens
 _MAX_LOOKS = 64  # masks behind one row
 _FEW_WAYS = 4  # tokens
-_IN_PLACE = ("allOf", "anyOf", "oneOf")
-
-
-# -- schemas -----------------------------------------------------------------------------------------------------------
-
-
-def unique_lists(schema: Any) -> dict[str, list[str] | None]:
-    """Return the lists of a schema whose items must differ."""
-    found: dict[str, list[str] | None] = {}
-    for key, part in _keyed(schema, NO_KEY):
-        for one in _in_place(part, schema, 8):
-            if one.get("uniqueItems") is True and "array" in types_of(one):
-                values = item_values(one, schema)
-                if key in found:
-                    before = found[key]
-                    values = None if values is None or before is None else sorted({*before, *values})
-                found[key] = values
-    return found
-
-
-def merged(tables: Sequence[Lists]) -> dict[str, list[str] | None]:
-    """Return one table of lists for several schemas."""
-    result: dict[str, list[str] | None] = {}
-    for table in tables:
-        for key, values in table.items():
-            before = result.get(key, [])
-            result[key] = None if values is None or before is None else sorted({*before, *values})
-    return result
-
-
-def _keyed(schema: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield all parts of a schema, with the key that their values have."""
-    if isinstance(schema, list):
-        for part in schema:
-            yield from _keyed(part, key)
-    if not isinstance(schema, dict):
-        return
-    yield key, schema
-    for name, part in schema.items():
-        if name in ("properties", "dependentSchemas", "$defs", "definitions") and isinstance(part, dict):
-            for own, one in part.items():
-                yield from _keyed(one, own if name == "properties" else ANY_KEY if name == "dependentSchemas" else "?")
-        elif name == "patternProperties" and isinstance(part, dict):
-            for one in part.values():
-                yield from _keyed(one, ANY_KEY)
-        elif name in ("additionalProperties", "unevaluatedProperties"):
-            yield from _keyed(part, ANY_KEY)
-        elif name in ("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"):
-            yield from _keyed(part, NO_KEY)
-        elif name in (*_IN_PLACE, "if", "then", "else"):
-            yield from _keyed(part, key)
-
-
-def _in_place(schema: Any, root: Any, depth: int) -> Iterator[dict[str, Any]]:
-    """Yield the schemas that a value may have to conform to."""
-    if not isinstance(schema, dict) or not depth:
-        return
-    yield schema
-    if "$ref" in schema:
-        yield from _in_place(resolved({"$ref": schema["$ref"]}, root), root, depth - 1)
-    for key in _IN_PLACE:
-        for part in schema.get(key) or () if isinstance(schema.get(key), list) else ():
-            yield from _in_place(part, root, depth - 1)
-
-
-def item_values(schema: dict[str, Any], root: Any) -> list[str] | None:
-    """Return the JSON of all values that items may have; None: they are too many."""
-    if schema.get("prefixItems") or isinstance(schema.get("items"), list):
-        return None
-    items = resolved(schema.get("items"), root)
-    if not isinstance(items, dict):
-        return None
-    values = items.get("enum", [items["const"]] if "const" in items else None)
-    if values is None and types_of(items) == {"integer"}:
-        least, most = items.get("minimum"), items.get("maximum")
-        if isinstance(least, int) and isinstance(most, int) and most - least < _MAX_VALUES:
-            values = list(range(least, most + 1))
-    if not isinstance(values, list) or len(values) > _MAX_VALUES:
-        return None
-    return [json.dumps(value, ensure_ascii=False) for value in values]
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------

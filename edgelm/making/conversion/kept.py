@@ -11,8 +11,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from edgelm.checkpoints.encoder import is_encoder_folder
-from edgelm.making.conversion.convert import content_key, convert_folder, open_source
-from edgelm.making.conversion.gguf_file import disk_errors
 
 KEPT = 4  # files, the last used ones
 GGUF = ".gguf"
@@ -22,6 +20,9 @@ def with_gguf(model: Path, cache: Path) -> Path:
     """Return the GGUF for the folder of a BERT, and any other model as it is. Raises EdgeLMError."""
     if not (model.is_dir() and is_encoder_folder(model)):
         return model
+    from edgelm.making.conversion.convert import content_key, convert_folder, open_source  # most models are GGUFs
+    from edgelm.making.conversion.gguf_file import disk_errors
+
     with ExitStack() as resources:
         key = content_key(open_source(model, "source", resources), "source")
     file = cache / "converted" / f"{key[:32]}{GGUF}"

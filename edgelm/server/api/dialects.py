@@ -44,7 +44,7 @@ class Dialect:
 
     model: type[Body]
     table: Table
-    prompt_field: str  # that is too long if the prompt is
+    prompt_field: str  # the field to name when the prompt is too long
     required: tuple[str, ...] = ()  # fields that a count of tokens does not need
     error_body: Callable[[ApiError], dict[str, Any]] = lambda error: error.body
     error_event: Callable[[ApiError], bytes] = ApiError.event

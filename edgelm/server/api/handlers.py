@@ -48,7 +48,7 @@ async def _on_bug(request: Request, error: Exception) -> Response:
 
 
 async def _on_client_left(_: Request, __: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it; logs and metrics have it
+    return Response(status_code=499)  # the client is gone; logs and metrics show the status
 
 
 EXCEPTION_HANDLERS = {

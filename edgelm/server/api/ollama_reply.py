@@ -29,7 +29,7 @@ class OllamaReply:
         self._context = context
         self._began = time.monotonic()
         self._calls: list[tuple[CallBegin, list[str]]] = []  # with their arguments so far
-        self._num_calls = 0  # that are complete
+        self._num_calls = 0  # complete calls
 
     def opening(self) -> bytes:
         return b""

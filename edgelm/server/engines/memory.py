@@ -33,10 +33,10 @@ from edgelm.server.engines.slots import EngineSlot
 
 WORKER = "edgelm.backends.probe_worker"
 PREDICT_LIMIT_S = 120.0
-ROOM_LIMIT_S = 300.0  # that an engine waits for memory; then its requests get a 503
+ROOM_LIMIT_S = 300.0  # an engine waits this long for memory; then its requests get a 503
 RETRY_S = 30.0  # their Retry-After
-DRAIN_S = 5.0  # that it waits for busy engines to be idle; then the least recently used get no more requests
-UNWANTED_S = 60.0  # that it waits without any request
+DRAIN_S = 5.0  # it waits this long for busy engines to be idle; then the least recently used get no more requests
+UNWANTED_S = 60.0  # it waits this long when no request needs it
 POLL_S = 1.0
 SPARE = 1 / 9  # of the predicted bytes, for idle conversations, under --max-memory
 

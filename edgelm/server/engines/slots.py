@@ -25,7 +25,7 @@ Launch = Callable[[LocalModel, Footprint | None], Awaitable[EngineProcess]]
 # Pause before a restart, by the number of failures since the last answer.
 PAUSES_S = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
 EXIT_LIMIT_S = 5.0  # from a broken connection to the end of the process
-FAILED_S = 600.0  # that a failure is shown
+FAILED_S = 600.0  # a failure is shown this long
 BLOCKED_S = 10.0  # Retry-After while there is no memory
 MAX_RESTARTS = len(PAUSES_S) - 1  # after that only a request starts it again
 
@@ -58,7 +58,7 @@ class EngineSlot:
         self.leases = 0  # requests that use the engine or wait for it
         self.num_loads = 0  # how often an engine of it was ready
         self.num_restarts = 0  # after a crash
-        self.keep_alive_s = keep_alive_s  # that it stays loaded without a request
+        self.keep_alive_s = keep_alive_s  # it stays loaded this long without a request
         self.pinned = pinned  # never unloaded to make room
         self.footprint: Footprint | None = None  # predicted; None: not known yet
         self.asked_bytes = 0  # more memory than this would lead to another prediction
@@ -77,7 +77,7 @@ class EngineSlot:
         self._unused = asyncio.Event()  # every lease waits: the engine answers nobody
         self._unused.set()
         self._in_use = asyncio.Event()  # the contrary
-        self.silent_s = 0.0  # that requests use the engine without a sign of life of its process
+        self.silent_s = 0.0  # how long its process has given no sign of life while requests use it
         self._outdated: EngineProcess | None = None  # was ended because its model's file changed
         self._begin()
 

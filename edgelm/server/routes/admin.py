@@ -33,7 +33,7 @@ from edgelm.server.engines.table import EngineTable
 from edgelm.server.models import Listed, ModelNames
 from edgelm.server.sse import unless_client_leaves
 
-START_LIMIT_S = 600.0  # that a request waits for an engine, unless `Prefer: wait=SECONDS` says less
+START_LIMIT_S = 600.0  # a request waits this long for an engine, unless `Prefer: wait=SECONDS` says less
 STATS_LIMIT_S = 1.0
 STATUS = {"waiting": "loading", "starting": "loading", "ready": "loaded", "stopping": "unloaded", "failed": "unloaded"}
 
@@ -192,6 +192,6 @@ async def _process(slot: EngineSlot, measured: Measured) -> dict[str, Any]:
         "keep_alive_s": -1 if math.isinf(keep_alive_s) else keep_alive_s,
         "expires_in_s": None if math.isinf(expires_in_s) else round(expires_in_s, 3),
         "pinned": slot.pinned,
-        "silent_s": round(slot.silent_s, 1),  # that its process is frozen
+        "silent_s": round(slot.silent_s, 1),  # how long its process has been frozen
         "error": None if slot.error is None else str(slot.error),
     }

@@ -31,7 +31,7 @@ from edgelm.server.sse import EventStream
 from edgelm.server.stored import MAX_RESPONSE_BYTES, ResponseStore
 
 RESPONSES = "/v1/responses"
-STORED_ROUTES = (RESPONSES, "/v1/responses/input_tokens")  # that take `previous_response_id`
+STORED_ROUTES = (RESPONSES, "/v1/responses/input_tokens")  # routes with the field `previous_response_id`
 PAGE_LEN = 20  # input items of one answer
 MAX_PAGE_LEN = 100
 MAX_REFERENCES = 64  # of one request

@@ -444,6 +444,24 @@ def test_commands_that_wait_in_threads_do_not_import_asyncio() -> None:
     assert subprocess.run([sys.executable, "-c", program], timeout=LIMIT_S, check=False).returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("modules", "unused"),
+    [
+        ("edgelm.engine.sampling.grammar_worker", "numpy edgelm.engine.sampling.stronger"),
+        ("edgelm.commands.run", "edgelm.checkpoints edgelm.chats.attached_files edgelm.base.workers.pictures"),
+        (
+            "edgelm.jobs.worker, edgelm.backends.llama.build",
+            "edgelm.making.conversion.convert edgelm.models edgelm.evaluation edgelm.jobs.embed",
+        ),
+    ],
+)
+def test_an_answer_imports_only_what_it_needs(modules: str, unused: str) -> None:
+    """`edgelm run` starts four processes: what each imports is most of its processor time."""
+    program = f"import sys, {modules}; print(*sorted(set({unused!r}.split()) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    assert done.stdout.strip() == ""
+
+
 def test_a_loop_that_is_closed_meanwhile_does_no_harm() -> None:
     with worker(ECHO) as echo:
 

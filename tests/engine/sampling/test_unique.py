@@ -14,7 +14,7 @@ import pytest
 from edgelm.base.workers.grammars import GrammarSpec
 from edgelm.engine.core import Matcher
 from edgelm.engine.sampling.grammar import GrammarCompiler
-from edgelm.engine.sampling.unique import unique_lists
+from edgelm.engine.sampling.unique_lists import unique_lists
 
 STOP = 256
 PIECES = [bytes([byte]) for byte in range(256)] + [b""]
