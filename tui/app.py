@@ -41,6 +41,7 @@ from edgelm.tui.lines import clean
 from edgelm.tui.palette import readable_variables
 from edgelm.tui.pulls import COMMAND
 from edgelm.tui.screen import ChatScreen
+from edgelm.tui.transcript.kitty import QUESTION, KittyPictures, can_draw
 from edgelm.tui.workspace import ChatDefaults
 
 if TYPE_CHECKING:
@@ -184,6 +185,7 @@ class ChatApp(App[None], inherit_bindings=False):
             self._store, link, self._reader, defaults, pull_command, bandwidth, tools, suggested_model
         )
         self._multiplexer = multiplexer
+        self._pictures: KittyPictures | None = None  # of a terminal that draws them
         self.num_lost = 0  # changes that were not saved when the app ended
         self.failure = ""  # the exception that ended the app, on one line
 
@@ -199,10 +201,26 @@ class ChatApp(App[None], inherit_bindings=False):
         # A terminal of 16 colours shows a theme of 16 million badly.
         if not self.is_headless and self.console.color_system in (None, "standard"):
             self.theme = "ansi-dark"
+        # Other colours cannot name a picture. The answer comes as a message, or never.
+        if not self.is_headless and self.console.color_system == "truecolor" and not self.no_color:
+            self._write(QUESTION)
+
+    def _write(self, sequence: str) -> None:
+        if self._driver is not None:
+            self._driver.write(sequence)
+
+    @on(terminal_input.TerminalName)
+    def _know_terminal(self, message: terminal_input.TerminalName) -> None:
+        if self._pictures is None and can_draw(message.answer):
+            self._pictures = KittyPictures(self._write)
+            self._chat.pane.transcript.draw_pictures(self._pictures)
 
     @on(Driver.SignalResume)
     def _draw_again(self) -> None:
         """Draw all after `fg`: the screen is empty then, and Textual would draw only what changes."""
+        if self._pictures is not None:
+            self._pictures.forget()
+            self._chat.pane.transcript.draw_pictures(self._pictures)
         self.refresh(layout=True)
 
     def _fatal_error(self) -> None:
@@ -218,9 +236,8 @@ class ChatApp(App[None], inherit_bindings=False):
     def copy_to_clipboard(self, text: str) -> None:
         """Put a text on the clipboard of the person at the terminal, also through tmux and screen."""
         super().copy_to_clipboard(text)
-        if self._driver is not None:
-            for sequence in passed_through(text, self._multiplexer):
-                self._driver.write(sequence)
+        for sequence in passed_through(text, self._multiplexer):
+            self._write(sequence)
 
     async def _ask_to_send(self, question: SendQuestion) -> bool:
         from edgelm.tui.dialogs.knowledge import SendScreen  # after the first paint

@@ -14,6 +14,8 @@ from textual.color import Color
 from textual.content import Content, Span
 from textual.theme import Theme
 
+from edgelm.tui.transcript.kitty import KittyPictures
+
 DRAFTED_SHARES = (0.22, 0.16, 0.12, 0.08)  # of green in the background of drafted words, strongest first
 ASKED_SHARES = (0.14, 0.1, 0.07, 0.04)  # of the primary colour in the background of the user's messages
 BLOCK_SHARES = (0.07, 0.05, 0.03, 0.0)  # of the foreground in the background of code
@@ -47,10 +49,16 @@ class Palette:
     mark: Style  # left of the selected message
     drafted: Style | None  # background of drafted words; None: they are not tinted
     syntax: Mapping[str, Style]  # by a prefix of pygments' token type; the longest one applies
+    pictures: KittyPictures | None = None  # of a terminal that draws them; None: they are made of half blocks
 
 
 def make_palette(
-    theme: Theme, variables: Mapping[str, str], *, drafts: bool = False, wraps_code: bool = False
+    theme: Theme,
+    variables: Mapping[str, str],
+    *,
+    drafts: bool = False,
+    wraps_code: bool = False,
+    pictures: KittyPictures | None = None,
 ) -> Palette:
     """Return the palette of a theme. `variables` are its CSS variables; `drafts`: tint drafted words."""
 
@@ -120,6 +128,7 @@ def make_palette(
         mark=paint("primary"),
         drafted=drafted if drafts else None,
         syntax=syntax,
+        pictures=pictures,
     )
 
 

@@ -17,6 +17,7 @@ from textual.message import Message
 
 PASTE, PASTED = "\x1b[200~", "\x1b[201~"
 HOLD_S = 0.3  # so long an answer waits for its next part: a slow connection sends it in several
+_NAMED = "\x1bP>|"  # XTVERSION's answer: the terminal's name
 _ANSWER = re.compile(r"\x1b\]\d+;[^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[P_][^\x1b]*\x1b\\|\x1b\[[?>][\d;]*c")
 # The beginning of one at the end of a read; of two characters it may be a key, such as Alt+].
 _BEGUN = re.compile(
@@ -28,6 +29,14 @@ _PART = re.compile(r"\x1b(?:\[[\d;:]{0,12})?\Z")
 _NOTHING = "[?9999;0$y"  # behind an ESC that Textual has: a report about a mode that nothing asked for
 
 
+class TerminalName(Message):
+    """The terminal answered which one it is."""
+
+    def __init__(self, answer: str) -> None:
+        super().__init__()
+        self.answer = answer
+
+
 class InputParser(XTermParser):
     """Textual's parser of what a terminal sends, without other programs' answers and with pastes in their order."""
 
@@ -36,6 +45,7 @@ class InputParser(XTermParser):
     _begun = ""  # the beginning of an answer
     _num_sure = 0  # characters of it that came in its first read; what follows may be keys
     _due = 0.0  # when it is given up
+    _name = ""  # an answer with the terminal's name
     _has_escape = False  # Textual has an ESC that may be the first character of an answer
 
     def feed(self, data: str) -> Iterable[Message]:
@@ -48,7 +58,18 @@ class InputParser(XTermParser):
         if escape:
             repaired = repaired[1:] if repaired.startswith("\x1b") else _NOTHING + repaired
         self._has_escape = repaired.endswith("\x1b") and not self._is_pasting
-        return super().feed(repaired) if repaired else ()
+        return self._named(super().feed(repaired) if repaired else ())
+
+    def _named(self, found: Iterable[Message]) -> Iterable[Message]:
+        if self._name:
+            yield TerminalName(self._name)
+            self._name = ""
+        yield from found
+
+    def _take(self, answer: re.Match[str]) -> str:
+        if answer[0].startswith(_NAMED):
+            self._name = answer[0]
+        return ""
 
     def _sequence_to_key_events(self, sequence: str, alt: bool = False) -> Iterable[events.Key]:
         """Name an Alt also before punctuation and Enter: it may be Esc and the next key in one read."""
@@ -77,7 +98,7 @@ class InputParser(XTermParser):
             mark = PASTED if self._is_pasting else PASTE
             part, found, data = data.partition(mark)
             if not self._is_pasting:
-                part = _ANSWER.sub("", part)
+                part = _ANSWER.sub(self._take, part)
                 if not found and (begun := _BEGUN.search(part)):
                     part, self._begun = part[: begun.start()], begun[0]
                     self._num_sure = self._num_sure if before else len(begun[0])

@@ -36,6 +36,7 @@ from edgelm.chats.rows import (
 from edgelm.chats.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION, statements
 from edgelm.chats.search import search_chats
 
+PAGE_BYTES = 2048  # of a new file: what a second of streamed text writes; SQLite's own 4096 cost twice that
 PIECE_CHARS = 1000  # a new piece costs two pages, a longer one costs them all again
 BUSY_MS = 250  # the chat retries; a longer wait here would only block it
 
@@ -76,6 +77,7 @@ class Store:
             raise ChatsError(f"a newer edgelm wrote the chats in {self._path}", "update edgelm, or move the file away")
         # NORMAL in WAL mode: a commit does not wait for the disk. A killed process loses nothing; a power cut loses
         # the last moments.
+        self._db.execute(f"PRAGMA page_size = {PAGE_BYTES}")  # an older file keeps its own
         self._write_ahead()
         for pragma in ("synchronous = NORMAL", "foreign_keys = ON", "secure_delete = ON"):
             self._db.execute(f"PRAGMA {pragma}")

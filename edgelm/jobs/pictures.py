@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+
 
 from edgelm.backends.model import LoadedModel
 from edgelm.base.config import Settings
@@ -23,9 +23,6 @@ from edgelm.jobs.request import too_long
 from edgelm.text.pictures import PICTURE, name_of, names_in, picture_urls, with_marks
 from edgelm.text.prompt_token_cache import Prompt
 from edgelm.text.template import Message
-
-if TYPE_CHECKING:
-    from edgelm.jobs.picture_fetch import PictureFetcher
 
 _DATA = re.compile(r"data:(?:image/[\w.+-]+|application/octet-stream)?(?:;[\w.+-]+=[^;,]*)*;base64,", re.IGNORECASE)
 _ELSEWHERE = re.compile("https?:", re.IGNORECASE)

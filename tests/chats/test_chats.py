@@ -486,6 +486,31 @@ def test_short_parts_are_written_into_one_piece(path: Path) -> None:
     store.close()
 
 
+@pytest.mark.skipif(not Path("/proc/thread-self/io").exists(), reason="only Linux counts what a thread writes")
+def test_a_slow_answer_of_6_kb_writes_a_third_of_a_megabyte(store: Store) -> None:
+    """15 tokens per second for 100 s: 111 times what came within GATHER_S."""
+
+    def num_written() -> int:
+        fields = dict(line.split(": ") for line in Path("/proc/thread-self/io").read_text().splitlines())
+        return int(fields["wchar"])
+
+    chat, (question,) = add_chat(store, "Tell me everything")
+    answer = Message(chat=chat.id, parent=question.id, role="assistant", state="streaming")
+    before = num_written()
+    store.put_message(answer)
+    for part in range(111):
+        text = f"{part} is one of those numbers that come in a long line, each, "
+        answer.text += text
+        with store.transaction():
+            store.append(answer.id, text)
+    answer.state = "done"
+    with store.transaction():
+        store.put_message(answer)
+        store.put_chat(chat)
+    assert len(answer.text) > 6000
+    assert num_written() - before < 400 * 1024
+
+
 def test_a_file_locked_from_the_start_is_waited_for(path: Path) -> None:
     Store(path).close()
     other = sqlite3.connect(path, isolation_level=None)

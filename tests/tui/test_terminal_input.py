@@ -10,7 +10,7 @@ from textual._compositor import LayoutUpdate
 from textual._xterm_parser import XTermParser
 from textual.drivers.linux_driver import LinuxDriver
 
-from edgelm.tui.terminal_input import InputParser
+from edgelm.tui.terminal_input import InputParser, TerminalName
 from tests.tui.conftest import Open
 
 
@@ -22,7 +22,7 @@ def keys(found: Iterable[object]) -> list[str]:
 def read(*reads: str) -> list[str]:
     """Return the keys and, in brackets, the pastes that the parser makes of some reads."""
     parser = InputParser()
-    found = [event for data in reads for event in parser.feed(data)]
+    found = [event for data in reads for event in parser.feed(data) if not isinstance(event, TerminalName)]
     assert all(isinstance(event, events.Key | events.Paste) for event in found)
     return [f"[{event.text}]" if isinstance(event, events.Paste) else event.key for event in found]
 
@@ -51,6 +51,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_answers_of_the_terminal_are_no_keys(answer: str) -> None:
     assert read(f"a{answer}b") == ["a", "b"]
     assert read("a", answer, answer, "b") == ["a", "b"]
+
+
+def test_the_name_of_the_terminal_is_told(clock: list[float]) -> None:
+    parser = InputParser()
+    found = [event for data in ("a\x1bP>|kit", "ty(0.35.2)\x1b\\b") for event in parser.feed(data)]
+    assert [event.answer for event in found if isinstance(event, TerminalName)] == ["\x1bP>|kitty(0.35.2)\x1b\\"]
+    assert keys(found) == ["a", "b"]
 
 
 @pytest.mark.parametrize("answer", ANSWERS)

@@ -1,4 +1,4 @@
-"""A picture below a message, drawn with half blocks: two pixels a cell, in every terminal with colours.
+"""A picture below a message: in full resolution where the terminal can, else with half blocks, two pixels a cell.
 
 Owns its size on the screen. A worker has decoded it, or does meanwhile.
 """
@@ -21,7 +21,9 @@ from edgelm.tui.lines import Line, Row, text_width
 from edgelm.tui.palette import Palette
 
 PREVIEW_PIXELS = 4_000
+FINE_PIXELS = 200_000  # where the terminal draws the pixels
 COLUMNS, LINES = 48, 14
+CELL_PIXELS = (10, 20)  # about: a terminal fits a picture into its cells
 HALF = "▀"  # its colour is the upper pixel, the colour behind it the lower one
 
 
@@ -33,13 +35,22 @@ class PictureRow(Row):
         self._data = attachment.data
 
     def draw(self, width: int, palette: Palette) -> list[Line]:
+        columns = min(text_width(width), COLUMNS)
+        if palette.pictures is not None and (picture := kept_picture(self._data, FINE_PIXELS)) is not None:
+            texts = palette.pictures.lines(picture, *_cells(picture, columns, LINES, CELL_PIXELS))
+            return [Line(text, prefix=len(text)) for text in texts]
         picture = kept_picture(self._data, PREVIEW_PIXELS)
-        if picture is None:
-            return []
-        return half_blocks(picture, min(text_width(width), COLUMNS), LINES)
+        return [] if picture is None else half_blocks(picture, columns, LINES)
 
     def guess(self, width: int) -> int:
         return LINES
+
+
+def _cells(picture: Picture, columns: int, num_lines: int, cell: tuple[int, int]) -> tuple[int, int]:
+    """Return the columns and lines of a picture in its own shape, at most so many, with cells of so many pixels."""
+    width, height = picture.width / cell[0], picture.height / cell[1]
+    scale = min(columns / width, num_lines / height, 1.0)
+    return max(1, min(columns, round(width * scale))), max(1, min(num_lines, round(height * scale)))
 
 
 def half_blocks(picture: Picture, columns: int, num_lines: int) -> list[Line]:
@@ -63,17 +74,22 @@ def half_blocks(picture: Picture, columns: int, num_lines: int) -> list[Line]:
     return lines
 
 
-def undecoded(attachments: Iterable[Attachment]) -> list[Attachment]:
+def undecoded(attachments: Iterable[Attachment], palette: Palette) -> list[Attachment]:
     """Return the pictures that are not decoded for the screen."""
+    pixels = _pixels(palette)
     return [
         attachment
         for attachment in attachments
-        if attachment.kind == "image" and kept_picture(attachment.data, PREVIEW_PIXELS) is None
+        if attachment.kind == "image" and kept_picture(attachment.data, pixels) is None
     ]
 
 
-async def decode_previews(attachments: Iterable[Attachment]) -> None:
+async def decode_previews(attachments: Iterable[Attachment], palette: Palette) -> None:
     """Decode pictures for the screen. One that cannot be decoded is left out: its name is shown."""
     for attachment in attachments:
         with suppress(EdgeLMError):
-            await in_daemon_thread(partial(decode_picture, attachment.data, PREVIEW_PIXELS))
+            await in_daemon_thread(partial(decode_picture, attachment.data, _pixels(palette)))
+
+
+def _pixels(palette: Palette) -> int:
+    return PREVIEW_PIXELS if palette.pictures is None else FINE_PIXELS

@@ -49,6 +49,7 @@ from edgelm.tui.lines import (
 )
 from edgelm.tui.palette import Palette, make_palette
 from edgelm.tui.transcript.finding import FOUND, FOUND_HERE, Finding, Found, Place
+from edgelm.tui.transcript.kitty import KittyPictures
 from edgelm.tui.transcript.picture_rows import decode_previews, undecoded
 from edgelm.tui.transcript.views import Flow, MessageView
 
@@ -138,6 +139,7 @@ class Transcript(ScrollView, can_focus=True):
         self._about: Sequence[str] = ()
         self._drafts = False
         self._wraps_code = wraps_code
+        self._pictures: KittyPictures | None = None
         self._pan = 0  # cells by which wide code is moved to the left
         self.can_explore = True  # the endpoint tells tokens
         self._finding: Finding | None = None
@@ -165,15 +167,22 @@ class Transcript(ScrollView, can_focus=True):
             self._select(selected)
         self._arrange()
 
+    def draw_pictures(self, pictures: KittyPictures) -> None:
+        """Let the terminal draw the pictures."""
+        self._pictures = pictures
+        self._palette = None
+        self._load_pictures()
+        self._arrange()
+
     def _load_pictures(self) -> None:
         """Decode the pictures of the messages, and draw them when they are there."""
-        waiting = [view for view in self.views if undecoded(view.message.attachments)]
+        waiting = [view for view in self.views if undecoded(view.message.attachments, self.palette)]
         if waiting:
             self.run_worker(self._decode_pictures(waiting), group="pictures", exclusive=True)
 
     async def _decode_pictures(self, views: list[MessageView]) -> None:
         for view in reversed(views):  # the end is in view
-            await decode_previews(undecoded(view.message.attachments))
+            await decode_previews(undecoded(view.message.attachments, self.palette), self.palette)
             view.show_pictures()
             self._arrange()
 
@@ -269,7 +278,11 @@ class Transcript(ScrollView, can_focus=True):
     def palette(self) -> Palette:
         if self._palette is None:
             self._palette = make_palette(
-                self.app.current_theme, self.app.theme_variables, drafts=self._drafts, wraps_code=self._wraps_code
+                self.app.current_theme,
+                self.app.theme_variables,
+                drafts=self._drafts,
+                wraps_code=self._wraps_code,
+                pictures=self._pictures,
             )
         return self._palette
 
@@ -707,8 +720,11 @@ def _make_strip(
     text = line.text
     if span is not None and selection is not None:
         text = text.copy()
-        start, end = span
-        text.stylize(selection, max(start, 0), None if end == -1 else max(end, 0))
+        start, end = (
+            max(span[0], line.prefix),
+            span[1],
+        )  # what is not copied keeps its colours: a picture's are its name
+        text.stylize(selection, start, None if end == -1 else max(end, start))
     background = inside + line.fill if line.fill is not None else inside
     before = Style.from_meta({"offset": (-sum(len(part.text) for part in left) - 1, layout.y)})
     segments = [Segment(part.text, (part.style or base) + before) for part in left]
