@@ -20,7 +20,7 @@ async def test_a_reset_connection_has_a_reason() -> None:
         writer.close()
 
     async with await asyncio.start_server(reset, "127.0.0.1") as server:
-        address = "http://127.0.0.1:{}".format(server.sockets[0].getsockname()[1])
+        address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         with pytest.raises(EngineError, match=r"broke: \w"):
             async for _ in watch(address, {}, verify=True):
                 pass
