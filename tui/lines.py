@@ -266,7 +266,10 @@ class FoldedRow(Row):
     def draw(self, width: int, palette: Palette) -> list[Line]:
         lines = self._text.strip().split("\n")
         count = f"  {len(lines):,} lines" if len(lines) > 1 else ""
-        first = Text(f"▸ {clean(re.sub('[*`#>]', '', lines[0])).strip()}", palette.text)
+        begin = next(
+            (line for line in lines if line.strip() and not line.lstrip().startswith(("```", "~~~"))), lines[0]
+        )
+        first = Text(f"▸ {clean(re.sub('[*`#>]', '', begin)).strip()}", palette.text)
         first.truncate(max(text_width(width) - len(count), 2), overflow="ellipsis")
         text = Text.assemble(first, (count, palette.muted), style=Style(meta={ACT: "collapse"}))
         return [Line(text, prefix=len(text))]

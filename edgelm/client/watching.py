@@ -147,7 +147,8 @@ async def watch(
                     if (seen := read_event(event.name, event.data)) is not None:
                         yield seen
     except (httpx2.HTTPError, UnicodeDecodeError) as error:
-        raise EngineError(f"the connection to {address} broke: {error}", "start the server again") from None
+        reason = str(error) or type(error).__name__
+        raise EngineError(f"the connection to {address} broke: {reason}", "start the server again") from None
 
 
 def refusal(status: int, address: str, body: bytes) -> EdgeLMError:

@@ -130,7 +130,7 @@ def _measure_start(address: str, environment: Mapping[str, str]) -> None:
     for _ in range(STARTS):
         terminal = Terminal([sys.executable, "-m", "edgelm", "--endpoint", address], environment)
         try:
-            paints.append(terminal.wait_for("Write a message below"))
+            paints.append(terminal.wait_for("Message: Enter sends"))
             readies.append(terminal.wait_for("· ready"))
         finally:
             terminal.close()

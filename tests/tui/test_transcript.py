@@ -18,7 +18,7 @@ from edgelm.chats.export_html import to_html
 from edgelm.chats.formulas import keep_formulas
 from edgelm.chats.history import Chat, Message, Tree
 from edgelm.client.answer_stream import AnswerStats
-from edgelm.tui.lines import clean, wrap_cells, wrap_words
+from edgelm.tui.lines import FoldedRow, clean, wrap_cells, wrap_words
 from edgelm.tui.palette import Palette, contrast, make_palette
 from edgelm.tui.prompt.box import History
 from edgelm.tui.status import Status, status_text
@@ -263,3 +263,8 @@ def test_the_package_reads_no_environment() -> None:
     folder = Path(__file__).resolve().parents[2]
     for file in [*(folder / "tui").rglob("*.py"), *(folder / "edgelm" / "chats").glob("*.py")]:
         assert "os.environ" not in file.read_text(encoding="utf-8"), file
+
+
+def test_a_folded_answer_that_begins_with_code_shows_its_first_line() -> None:
+    (line,) = FoldedRow("```python\ndef add(a, b):\n    return a + b\n```\n").draw(80, PALETTE)
+    assert line.text.plain == "▸ def add(a, b):  4 lines"
