@@ -142,8 +142,8 @@ def _row(model: LocalModel, header: dict[str, Any], config: Config) -> dict[str,
 
 def _remote_rows(config: Config) -> list[dict[str, Any]]:
     """Return the rows of models that other servers run; nobody asks these servers."""
-    unknown = ("path", "format", "architecture", "quantization", "parameters", "bytes", "context", "projector")
-    unknown += ("last_used", "repository", "revision", "error", "problem")
+    unknown = ["path", "format", "architecture", "quantization", "parameters", "bytes", "context", "projector"]
+    unknown += ["last_used", "repository", "revision", "error", "problem"]
     return [
         dict.fromkeys(unknown)
         | {"name": table.name, "kind": "text", "place": "remote", "endpoints": list(table.remote.endpoints)}

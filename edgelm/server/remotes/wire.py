@@ -117,8 +117,8 @@ def _conversation(request: AnswerRequest, with_reasoning: bool) -> dict[str, Any
         for part in message["content"] if isinstance(message.get("content"), list) else ():
             # The other server would fetch it, perhaps from its own network.
             if part["type"] == "image_url" and not part["image_url"]["url"].startswith("data:"):
-                message = "the model runs on another server, which is given no addresses of pictures: send the picture"
-                raise ApiError(400, "unsupported_by_remote", message, param=f"messages.{at}.content")
+                problem = "the model runs on another server, which is given no addresses of pictures: send the picture"
+                raise ApiError(400, "unsupported_by_remote", problem, param=f"messages.{at}.content")
     kwargs = dict(request.template_kwargs)
     if effort := kwargs.pop("reasoning_effort", None):
         body["reasoning_effort"] = effort
@@ -305,7 +305,7 @@ class Chunks:
             "cached_tokens": min(_count(prompt_details.get("cached_tokens")), prompt),
             "completion_tokens": _count(usage.get("completion_tokens")) if usage else self._num_pieces,
         }
-        times = {
+        times: dict[str, Any] = {
             "queue_ms": queue_ms,
             "prompt_ms": max(first_token_ms - queue_ms, 0.0),
             "first_token_ms": first_token_ms,

@@ -169,8 +169,8 @@ def _anthropic_model(model: Listed) -> dict[str, Any]:
 
 def _remote(model: RemoteModel) -> dict[str, Any]:
     """Return the entry of /edgelm/ps for a model that another server runs, with the fields of an engine process."""
-    unknown = ("path", "progress", "doing", "pid", "unused_gpu", "cuda_problem", "rss_bytes", "memory_bytes")
-    unknown += ("predicted_bytes", "predicted", "waits_for", "expires_in_s")
+    unknown = ["path", "progress", "doing", "pid", "unused_gpu", "cuda_problem", "rss_bytes", "memory_bytes"]
+    unknown += ["predicted_bytes", "predicted", "waits_for", "expires_in_s"]
     return dict.fromkeys(unknown) | {
         "model": model.name,
         "state": model.state,
