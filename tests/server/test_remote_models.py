@@ -464,6 +464,4 @@ def test_a_client_that_leaves_ends_the_stream_there(remote: Setting) -> None:
 def test_another_server_takes_over_before_the_first_token(remote: Setting) -> None:
     for _ in range(4):
         assert ask(remote, "second").json()["choices"][0]["message"]["content"] == "Hello"
-    (broken, plain_one) = remote.front.ps("second")["remote"]
-    assert broken["problem"]
-    assert not plain_one["problem"]
+    assert {asked.path.split("/")[1] for asked in remote.seen[-5:]} == {"broken", "plain"}

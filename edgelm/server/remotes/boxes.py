@@ -28,8 +28,8 @@ FIRST_LIMIT, MAX_LIMIT = 16.0, 256.0  # requests at a time
 LEAST_LIMIT = 4.0  # that slow first tokens lead to; refusals lead to 1
 SLOW, SLOW_S = 4.0, 2.0  # a first token takes this many times the fastest one's time, and this long
 BASE_BYTES = 4096  # of a prompt that costs as much as its bytes, beside them
-MAX_FAILURES = 3  # in a row, before a server gets no requests for a while
-PAUSES_S = (0.5, 1.0, 2.0, 5.0, 10.0)  # by the number of failures
+MAX_FAILURES = 3  # in a row, before a server gets none until it is well again
+PAUSES_S = (0.5, 1.0, 2.0, 5.0)  # before the checks of one that is down
 CHECK_LIMIT_S = 5.0
 DRAIN_S = 0.25
 QUICK_BYTES = 64 * 2**10  # of a body that the event loop encodes
@@ -69,7 +69,8 @@ class Box:
         self._model = model  # by our name
         self._table = table
         self._secrets = [text for text in (key, *table.headers.values()) if text]
-        self._num_failures = 0
+        self._num_failures = 0  # in a row
+        self._num_pauses = 0
         self._down_until = 0.0
         self._cut_at = 0.0
         self._fastest: float | None = None  # first token, in seconds a byte of its request
@@ -86,8 +87,9 @@ class Box:
         )
 
     @property
-    def is_up(self) -> bool:
-        return not self.problem or _now() >= self._down_until
+    def is_due(self) -> bool:
+        """Whether a server that is down is to be looked at again."""
+        return _now() >= self._down_until
 
     @property
     def is_free(self) -> bool:
@@ -121,10 +123,13 @@ class Box:
             self.limit = min(self.limit, max(least, min(self.limit, self.num_open) * factor))
 
     def failed(self, kind: Kind, reason: str) -> None:
-        """Note a failure. One that is down gets no requests for a while, unless there is no other."""
+        """Note a failure. One that is down gets no requests until a check finds it well, unless there is no other."""
+        if self.problem and not self.is_due:  # the same failure, of the requests that were under way
+            return
         self._num_failures += 1
         if kind == "down" or self._num_failures >= MAX_FAILURES:
-            self._down_until = _now() + PAUSES_S[min(self._num_failures, len(PAUSES_S)) - 1]
+            self._down_until = _now() + PAUSES_S[min(self._num_pauses, len(PAUSES_S) - 1)]
+            self._num_pauses += 1
             if not self.problem:
                 log.warning("%s: %s", self._model, reason)
             self.problem = reason
@@ -133,7 +138,7 @@ class Box:
         """Note that it answers."""
         if self.problem:
             log.warning("%s: %s answers again", self._model, self.name)
-        self._num_failures, self.problem = 0, ""
+        self._num_failures, self._num_pauses, self.problem = 0, 0, ""
 
     async def check(self) -> None:
         """Ask for its models: whether it is there, takes our key and has the model, and with which context."""

@@ -143,7 +143,7 @@ class RemoteModel:
     def _least_busy(self, tried: Collection[Box]) -> Box | None:
         """Return the server for the next request; None: all are busy. One that is down comes when no other is left."""
         left = [box for box in self.boxes if box not in tried]
-        free = [box for box in [box for box in left if box.is_up] or left if box.is_free]
+        free = [box for box in [box for box in left if not box.problem] or left if box.is_free]
         return min(free, key=lambda box: (box.num_open / box.limit, box.used_at), default=None)
 
 
@@ -192,7 +192,7 @@ class Remotes:
                 box
                 for model in self.models
                 for box in model.boxes
-                if box not in checked or (box.is_up if box.problem else now() - checked[box] >= CHECK_S)
+                if box not in checked or (box.is_due if box.problem else now() - checked[box] >= CHECK_S)
             ]
             await asyncio.gather(*(box.check() for box in due))
             checked |= dict.fromkeys(due, now())
