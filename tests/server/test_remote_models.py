@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -152,6 +154,13 @@ class Setting(NamedTuple):
     front: Front
     seen: list[Asked]
     address: str
+    environment: dict[str, str]
+
+    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run a command of the user whose front it is."""
+        command = [sys.executable, "-m", "edgelm", *words]
+        quiet = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "check": False}
+        return subprocess.run(command, env=self.environment, **quiet)
 
     def post(self, path: str, document: dict[str, Any], **headers: str) -> Any:
         return self.front.http.post(path, json=document, headers=headers)
@@ -179,7 +188,7 @@ def remote(environment: dict[str, str], models: Path, tmp_path_factory: pytest.T
         own = environment | {"EDGELM_CONFIG_DIR": str(config)}
         log = folder / "front.log"
         with serving(own, models / "tiny.gguf", "--log-format", "json", log=log) as front:
-            yield Setting(front, seen, address)
+            yield Setting(front, seen, address, own)
         said = log.read_text()
     print(said)
     assert "Traceback" not in said
@@ -465,3 +474,31 @@ def test_another_server_takes_over_before_the_first_token(remote: Setting) -> No
     for _ in range(4):
         assert ask(remote, "second").json()["choices"][0]["message"]["content"] == "Hello"
     assert {asked.path.split("/")[1] for asked in remote.seen[-5:]} == {"broken", "plain"}
+
+
+def test_run_answers_through_the_front(remote: Setting) -> None:
+    done = remote.command("run", "big", "hi", "--temperature", "0.5", "--stop", "END", "--json-object", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert (document["text"], document["reasoning"], document["finish_reason"]) == ("Hello", "hm", "stop")
+    assert document["usage"] == {"prompt_tokens": 9, "cached_tokens": 5, "completion_tokens": 4}
+    body = remote.seen[-1].body
+    assert (body["model"], body["messages"]) == ("their-name", [{"role": "user", "content": "hi"}])
+    assert (body["temperature"], body["stop"], body["response_format"]) == (0.5, ["END"], {"type": "json_object"})
+    assert remote.command("run", "plain", "hi").stdout == "Hello\n"
+    for flag in ("--raw", "--save"):
+        refused = remote.command("run", "plain", "hi", flag)
+        assert refused.returncode == 2
+        assert "which another server runs" in refused.stderr
+    failed = remote.command("run", "broken", "hi")
+    assert failed.returncode == 1
+    assert "it fell over" in failed.stderr
+
+
+def test_list_and_ps_mark_it(remote: Setting) -> None:
+    rows = {row["name"]: row for row in json.loads(remote.command("list", "--json").stdout)}
+    assert rows["plain"]["place"] == "remote"
+    assert rows["plain"]["endpoints"] == [f"{remote.address}/plain/v1"]
+    assert f"runs at {remote.address}/plain/v1" in remote.command("list").stdout
+    shown = next(line for line in remote.command("ps").stdout.splitlines() if line.startswith("plain "))
+    assert f"remote on {remote.address.removeprefix('http://')}" in shown
