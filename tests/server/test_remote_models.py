@@ -56,6 +56,24 @@ def texts(asked: Asked) -> None:
     asked.event(b"[DONE]")
 
 
+def several(asked: Asked) -> None:
+    """Continue two texts as llama-server does: a null, and the usage of each."""
+    asked.start()
+    asked.event(None)
+    for index, text in enumerate(("one", "two")):
+        usage = {"prompt_tokens": 2, "completion_tokens": 3}
+        asked.event({"choices": [{"index": index, "text": text, "finish_reason": None}]})
+        asked.event({"choices": [{"index": index, "text": "", "finish_reason": "stop"}], "usage": usage})
+    asked.event(b"[DONE]")
+
+
+def stopped(asked: Asked) -> None:
+    """Tell the stop string, as vLLM does."""
+    asked.start()
+    asked.event({"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": "stop", "stop_reason": "END"}]})
+    asked.event(b"[DONE]")
+
+
 def logprobs(asked: Asked) -> None:
     asked.start()
     top = [{"token": "Hi", "logprob": -0.5, "bytes": [72, 105]}, {"token": "Ho", "logprob": -1.5, "bytes": [72, 111]}]
@@ -124,6 +142,8 @@ BEHAVIOURS: dict[str, Callable[[Asked], None]] = {
     "tags": tags,
     "calls": calls,
     "texts": texts,
+    "several": several,
+    "stopped": stopped,
     "logprobs": logprobs,
     "whole": whole,
     "endless": endless,
@@ -159,8 +179,8 @@ class Setting(NamedTuple):
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run a command of the user whose front it is."""
         command = [sys.executable, "-m", "edgelm", *words]
-        quiet = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "check": False}
-        return subprocess.run(command, env=self.environment, **quiet)
+        quiet = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        return subprocess.run(command, check=False, env=self.environment, **quiet)
 
     def post(self, path: str, document: dict[str, Any], **headers: str) -> Any:
         return self.front.http.post(path, json=document, headers=headers)
@@ -296,6 +316,19 @@ def test_completions_of_a_text(remote: Setting) -> None:
     assert remote.seen[-1].path == "/texts/v1/completions"
     assert remote.seen[-1].body["prompt"] == "Once"
     assert remote.post("/completion", {"model": "texts", "prompt": "Once"}).json()["content"] == "Hello"
+
+
+def test_completions_of_several_texts(remote: Setting) -> None:
+    answer = remote.post("/v1/completions", {"model": "several", "prompt": ["a", "b"]}).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["one", "two"]
+    assert remote.seen[-1].body["prompt"] == ["a", "b"]
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (4, 6)
+
+
+def test_the_stop_string_is_told(remote: Setting) -> None:
+    document = {"model": "stopped", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+    answer = remote.post("/v1/messages", document | {"stop_sequences": ["END"]}).json()
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "END")
 
 
 def test_calls_of_tools_in_every_dialect(remote: Setting) -> None:

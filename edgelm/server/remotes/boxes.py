@@ -291,6 +291,8 @@ class Box:
             chunk = json.loads(data)
         except (ValueError, RecursionError):
             raise self._strange("sends what is no JSON") from None
+        if chunk is None:  # llama-server's first one, of several prompts
+            return {}
         if not isinstance(chunk, dict):
             raise self._strange("sends what is no chunk of an answer")
         if error := chunk.get("error"):

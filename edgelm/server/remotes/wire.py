@@ -181,6 +181,7 @@ class _Choice:
 
     def __init__(self, *, tags: bool) -> None:
         self.reason: str | None = None
+        self.stop: str | None = None
         self._tags = ThinkTags() if tags else None
         self._calls = CallParts()
         self._open: int | None = None  # the number of the call that is being written
@@ -265,14 +266,16 @@ class Chunks:
         self._choices = [_Choice(tags=self._is_chat) for _ in range(len(requests) * request.num_choices)]
         self._notes = notes
         self._texts = texts
-        self._usage: dict[str, Any] = {}
+        self._usages: dict[int | None, dict[str, Any]] = {}  # by choice; None: of all together
         self._num_pieces = 0  # of text: the number of tokens, where the server does not tell it
 
     def take(self, chunk: Mapping[str, Any]) -> Iterator[AnswerDelta]:
         """Yield what a chunk adds."""
-        self._usage = mapping(chunk.get("usage")) or self._usage
-        choices = chunk.get("choices")
-        for entry in map(mapping, choices if isinstance(choices, list) else ()):
+        usage, choices = mapping(chunk.get("usage")), chunk.get("choices")
+        entries = [mapping(entry) for entry in choices] if isinstance(choices, list) else []
+        if usage:  # llama-server tells it with the end of each choice, others behind all
+            self._usages[whole(entries[0].get("index")) or 0 if entries else None] = usage
+        for entry in entries:
             index = whole(entry.get("index")) or 0
             if not 0 <= index < len(self._choices):
                 continue
@@ -280,6 +283,8 @@ class Chunks:
             reason = entry.get("finish_reason")
             if isinstance(reason, str) and reason:
                 choice.reason = reason
+                stop = entry.get("stop_reason")  # vLLM's: the stop string
+                choice.stop = stop if isinstance(stop, str) else None
             # A server that does not stream sends a message.
             delta = mapping(entry.get("delta")) or mapping(entry.get("message"))
             parts = tuple(choice.parts(delta if self._is_chat else {"content": entry.get("text")}))
@@ -295,15 +300,16 @@ class Chunks:
 
     def finish(self, queue_ms: float, first_token_ms: float, decode_ms: float) -> list[AnswerDelta]:
         """Return the last delta of each choice; the first one has the counts of all."""
-        usage = self._usage
-        prompt_details, details = (
-            mapping(usage.get(name)) for name in ("prompt_tokens_details", "completion_tokens_details")
-        )
-        prompt = _count(usage.get("prompt_tokens"))
+        usages = [self._usages[None]] if None in self._usages else [*self._usages.values()]
+
+        def total(name: str, details: str = "") -> int:
+            return sum(_count((mapping(one.get(details)) if details else one).get(name)) for one in usages)
+
+        prompt = total("prompt_tokens")
         counts = {
             "prompt_tokens": prompt,
-            "cached_tokens": min(_count(prompt_details.get("cached_tokens")), prompt),
-            "completion_tokens": _count(usage.get("completion_tokens")) if usage else self._num_pieces,
+            "cached_tokens": min(total("cached_tokens", "prompt_tokens_details"), prompt),
+            "completion_tokens": total("completion_tokens") if usages else self._num_pieces,
         }
         times: dict[str, Any] = {
             "queue_ms": queue_ms,
@@ -311,7 +317,7 @@ class Chunks:
             "first_token_ms": first_token_ms,
             "decode_ms": decode_ms,
         }
-        notes = self._notes if usage else (*self._notes, "the server of the model told no token counts")
+        notes = self._notes if usages else (*self._notes, "the server of the model told no token counts")
         last = []
         for index, choice in enumerate(self._choices):
             own = counts if not index else dict.fromkeys(counts, 0)
@@ -322,8 +328,9 @@ class Chunks:
                     tuple(choice.end()),
                     choice=index,
                     reason=choice.answer_reason,
+                    stop=choice.stop,
                     stats=Stats(**own, drafted=0, accepted=0, **times),
-                    reasoning_tokens=_count(details.get("reasoning_tokens")) if not index else 0,
+                    reasoning_tokens=0 if index else total("reasoning_tokens", "completion_tokens_details"),
                     notes=(*notes, *odd),
                 )
             )
