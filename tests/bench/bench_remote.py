@@ -77,10 +77,8 @@ def hop(num_requests: int) -> None:
     for pause_s in (0.0, 0.002):  # several chunks in one read, and one at a time
         with counting(pause_s) as counter, front_of({"counter": {"endpoint": at(counter)}}) as front:
             user_ms, system_ms = chunk_ms(front)
-            print(
-                f"a chunk, {pause_s * 1000:.0f} ms between two: {user_ms + system_ms:.3f} ms of the front's processor"
-            )
-            print(f"time (at most 0.2), {system_ms:.3f} of them the system's")
+            pause = f"{pause_s * 1000:.0f} ms between two"
+            print(f"processor time of the front: {user_ms + system_ms:.3f} ms a chunk (at most 0.2), {pause}")
 
 
 def at(counter: Counter) -> str:
