@@ -20,6 +20,7 @@ LONG_FILES = (
     "tests/server/test_gpu_failures.py",
     "tests/server/test_saving.py",
     "tests/server/test_kills.py",
+    "tests/server/test_remote_kills.py",
     "tests/server/test_serve.py",
     "tests/server/test_many_models.py",
     "tests/server/test_soak_streams.py",

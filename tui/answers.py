@@ -243,7 +243,7 @@ async def _stream(
                 answer.message.model = model
             if not answer.session.chat.model and not guide_roots(answer.question):  # the starter answers /help alone
                 answer.session.set_model(model)
-            await reader.require_consent(answer.session)
+            await reader.require_consent(answer.session, model)
             await _read(reader, answer, client, model, watcher)
             finished = await _request(answers, reader, answer, client, model, watcher)
             await link.learn_gpu(model)

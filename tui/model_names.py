@@ -83,5 +83,5 @@ def describe_model(model: ModelEntry) -> list[str]:
     if model.bytes:
         size = f"{model.bytes / 1e9:.1f} GB" if model.bytes >= 1e9 else f"{model.bytes / 1e6:.0f} MB"
     context = f"{model.context:,} tokens" if model.context else ""
-    loaded = "loaded" if model.loaded else ""
+    loaded = f"runs at {model.remote}" if model.remote else "loaded" if model.loaded else ""
     return [part for part in (model.architecture, model.quantization, size, context, loaded) if part]

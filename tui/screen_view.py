@@ -190,7 +190,9 @@ class ScreenView:
         workspace = self._workspace
         unused_gpu = workspace.link.unused_gpu.get(workspace.model, "")
         chat = workspace.session.chat
-        parts = state_parts(chat, num_tools, unused_gpu=unused_gpu, is_outdated=workspace.is_outdated)
+        entry = workspace.link.entry(workspace.model)
+        runs_at = entry.remote if entry is not None else ""
+        parts = state_parts(chat, num_tools, unused_gpu=unused_gpu, runs_at=runs_at, is_outdated=workspace.is_outdated)
         self._pane.state.show(parts)
         if unused_gpu not in self._told:  # once as a whole: the row may have no room for its end
             self._told.add(unused_gpu)

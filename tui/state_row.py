@@ -32,14 +32,21 @@ class StatePart(NamedTuple):
 
 
 def state_parts(
-    chat: Chat, num_tools: Callable[[str], int | None], *, unused_gpu: str = "", is_outdated: bool = False
+    chat: Chat,
+    num_tools: Callable[[str], int | None],
+    *,
+    unused_gpu: str = "",
+    runs_at: str = "",
+    is_outdated: bool = False,
 ) -> list[StatePart]:
     """Return what is set for a chat. `num_tools` returns the number of a server's tools, None while unknown.
 
-    `unused_gpu` is the line about a GPU that stands in the machine and is not used. `is_outdated`: another window has
-    changed the chat.
+    `unused_gpu` is the line about a GPU that stands in the machine and is not used. `runs_at` are the servers that run
+    the model, if it is not this one. `is_outdated`: another window has changed the chat.
     """
     parts = [StatePart("changed in another window: reload", "reload")] if is_outdated else []
+    if runs_at:
+        parts.append(StatePart(f"runs at {runs_at}", "model"))
     if chat.preset:
         parts.append(StatePart(f"preset {chat.preset}", "preset"))
     if chat.system.strip():

@@ -337,6 +337,11 @@ class Config:
         """Return the name of a model, also for one of its aliases."""
         return owner_of(self.models, name) or name
 
+    def remote_model(self, name: str) -> ModelTable | None:
+        """Return the table of a model by its name or an alias, if another server runs it."""
+        table = table_of(self.models, [self.model_name(name), name])
+        return table if table is not None and table.remote is not None else None
+
     @property
     def model_folders(self) -> list[Path]:
         """The user's own folders, and Ollama's store."""

@@ -74,7 +74,7 @@ class AnswerStream:
         self._usage: dict[str, Any] = {}
         self._own: dict[str, Any] = {}
         self._calls = CallParts()
-        self._tags = _ThinkTags() if tags else None
+        self._tags = ThinkTags() if tags else None
 
     def take(self, chunk: Mapping[str, Any]) -> Delta | None:
         """Return what a chunk of the answer adds; None: nothing that is shown. A field of another type is none."""
@@ -90,7 +90,7 @@ class AnswerStream:
         self.reason = reason if isinstance(reason, str) and reason else self.reason
         content = delta.get("content")
         text = clean_text(content) if isinstance(content, str) else ""
-        reasoning = clean_text(_reasoning(delta))
+        reasoning = clean_text(reasoning_of(delta))
         if self._tags is not None:
             tagged, text = self._tags.take(text, is_open=not reasoning)
             reasoning += tagged
@@ -144,7 +144,7 @@ class AnswerStream:
         return count / seconds if count > 0 and seconds > 0 else None
 
 
-class _ThinkTags:
+class ThinkTags:
     """Splits a content that begins with <think> into reasoning and text: servers without a parser send it raw."""
 
     def __init__(self) -> None:
@@ -185,7 +185,7 @@ class _ThinkTags:
         return "", held
 
 
-def _reasoning(delta: Mapping[str, Any]) -> str:
+def reasoning_of(delta: Mapping[str, Any]) -> str:
     """Return the reasoning of a delta: endpoints use one of two names, or both with equal text."""
     texts = (delta.get(name) for name in ("reasoning_content", "reasoning"))
     return next((text for text in texts if isinstance(text, str) and text), "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from edgelm.client.json_values import clean_text, mapping, whole
 from edgelm.client.turns import Call
@@ -15,7 +16,7 @@ from edgelm.client.turns import Call
 MAX_CALLS = 128  # of one answer
 
 
-@dataclass
+@dataclass(eq=False)
 class _Parts:
     index: int | None
     id: str = ""
@@ -30,6 +31,15 @@ class _Parts:
             return False
 
 
+class Piece(NamedTuple):
+    """What a delta adds to a call. Id and name are empty until they are known."""
+
+    number: int  # of the call, from 0
+    id: str
+    name: str
+    arguments: str
+
+
 class CallParts:
     """The calls of one answer while they arrive."""
 
@@ -41,8 +51,9 @@ class CallParts:
         """Return the name of the tool whose call is being written; empty: none is."""
         return self._calls[-1].name if self._calls else ""
 
-    def take(self, items: object) -> None:
-        """Take the `tool_calls` of one delta."""
+    def take(self, items: object) -> list[Piece]:
+        """Take the `tool_calls` of one delta; return what it adds to each call."""
+        pieces = []
         for item in items if isinstance(items, list) else ():
             part = mapping(item)
             function = mapping(part.get("function"))
@@ -50,9 +61,12 @@ class CallParts:
             call = self._of(whole(part.get("index")), _text(part.get("id")), name)
             if call is None:
                 continue
+            num_before = len(call.arguments)
             call.name = call.name or name
             if arguments is not None and arguments != "":
                 call.arguments.append(clean_text(arguments) if isinstance(arguments, str) else json.dumps(arguments))
+            pieces.append(Piece(self._calls.index(call), call.id, call.name, "".join(call.arguments[num_before:])))
+        return pieces
 
     def finish(self) -> tuple[Call, ...]:
         """Return the calls, each with an id of its own."""

@@ -22,7 +22,7 @@ from edgelm.client.addresses import is_loopback, is_same_server, normalize_addre
 from edgelm.client.answer_stream import AnswerStream, Delta, Finished
 from edgelm.client.events import server_events
 from edgelm.client.failures import detail_of, explained, no_protocol
-from edgelm.client.json_values import mapping, number, read_vectors, whole
+from edgelm.client.json_values import clean_text, mapping, number, read_vectors, whole
 from edgelm.client.turns import FunctionTool, SmallPictures, Turn, as_messages, may_refuse_system, with_joined_system
 from edgelm.client.watching import Seen, watch
 
@@ -52,6 +52,7 @@ class ModelEntry:
     path: str = ""  # on the endpoint's machine
     kind: str = ""  # text, embedding or rerank
     pictures: bool | None = None  # whether it reads them
+    remote: str = ""  # the servers that run it, behind an edgelm endpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,4 +355,5 @@ def _model_entry(entry: Mapping[str, Any]) -> ModelEntry:
         path=str(own.get("path") or ""),
         kind=str(own.get("kind") or ""),
         pictures=pictures if isinstance(pictures := own.get("pictures"), bool) else None,
+        remote=clean_text(remote) if isinstance(remote := own.get("remote"), str) else "",
     )

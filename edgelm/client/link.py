@@ -89,6 +89,19 @@ class Link:
         """Return whether the endpoint has an address of this machine, perhaps of a tunnel that the user made."""
         return self.remote is None or is_loopback(self.remote)
 
+    async def destination(self, model: str) -> str:
+        """Return which other machine reads what a model is sent, by its address; empty: none does.
+
+        The servers behind a front of this machine have the models of others.
+        """
+        if not self.is_here:
+            return self.remote or ""
+        with suppress(EdgeLMError):  # the request will tell it
+            await self.models()
+        entry = self.entry(model)
+        hosts = entry.remote.split(", ") if entry is not None and entry.remote else []
+        return ", ".join(host for host in hosts if not is_loopback(f"http://{host}"))
+
     async def is_own(self) -> bool:
         """Return whether the endpoint is a front of this user on this machine; a tunnel to another machine is not."""
         if self.remote is None:

@@ -150,11 +150,10 @@ class Reader:
         self._link = link
         self._ask = ask
 
-    async def require_consent(self, session: Session) -> None:
-        """Ask once whether a chat that was written elsewhere may be sent to this endpoint. Raises RequestError."""
-        if self._link.is_here:
+    async def require_consent(self, session: Session, model: str) -> None:
+        """Ask once whether a chat that was written elsewhere may be sent to where a model runs. Raises RequestError."""
+        if not (endpoint := await self._link.destination(model)):
             return
-        endpoint = self._link.remote or ""
         key = f"{HISTORY} {endpoint}"
         if session.chat.consents.get(key):
             return
@@ -185,7 +184,7 @@ class Reader:
     async def _find(
         self, session: Session, text: str, roots: tuple[str, ...], client: Client, model: str, show: Show
     ) -> Reading:
-        remote = "" if set(roots) <= {GUIDE} or self._link.is_here else self._link.remote or ""
+        remote = "" if set(roots) <= {GUIDE} else await self._link.destination(model)
         may_send = session.chat.consents.get(remote) if remote else True
         if may_send is False:
             return Reading(roots, note=refusal(remote))

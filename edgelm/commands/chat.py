@@ -213,6 +213,8 @@ def _run_plain(config: Config, link: Link, defaults: ChatDefaults) -> int:
 
 def _endpoint_name(model: str, config: Config) -> str:
     """Return a model as our own server names it. Raises EdgeLMError where it is not here."""
+    if (remote := config.remote_model(model)) is not None:
+        return remote.name
     local = runnable_model(model, config)
     # A running server may have another working directory.
     return str(local.path) if local.place == "given" else local.name

@@ -32,7 +32,7 @@ def list_models(flags: Mapping[str, object], *, as_json: bool) -> None:
     """Print the models here, and on standard error a line for each problem. Raises EdgeLMError."""
     config = load_config(flags)
     library = scan(config.places.hub, folders=config.model_folders)
-    rows = describe_models(library.models, config)
+    rows = [*describe_models(library.models, config), *_remote_rows(config)]
     with reader_may_leave():
         if as_json:
             print(json.dumps(rows))
@@ -140,6 +140,18 @@ def _row(model: LocalModel, header: dict[str, Any], config: Config) -> dict[str,
     }
 
 
+def _remote_rows(config: Config) -> list[dict[str, Any]]:
+    """Return the rows of models that other servers run; nobody asks these servers."""
+    unknown = ["path", "format", "architecture", "quantization", "parameters", "bytes", "context", "projector"]
+    unknown += ["last_used", "repository", "revision", "error", "problem"]
+    return [
+        dict.fromkeys(unknown)
+        | {"name": table.name, "kind": "text", "place": "remote", "endpoints": list(table.remote.endpoints)}
+        for table in config.models
+        if table.remote is not None
+    ]
+
+
 def _print(rows: list[dict[str, Any]]) -> None:
     table = Table(box=None, pad_edge=False)
     kinds = any(row["kind"] not in (None, "text") or row["projector"] for row in rows)
@@ -152,11 +164,14 @@ def _print(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         if reason := row["error"] or row["problem"]:
             print(f"{row['name']}: {reason}", file=sys.stderr)
-    if all(row["place"] == "built-in" for row in rows):
+    if all(row["place"] in ("built-in", "remote") for row in rows):
         print("no model has been pulled yet; `edgelm pull` shows the catalogue", file=sys.stderr)
 
 
 def _cells(row: dict[str, Any], *, with_kind: bool) -> list[str]:
+    if row["place"] == "remote":
+        where = f"runs at {', '.join(row['endpoints'])}"
+        return [row["name"], "", "", "", "", *([KINDS["text"]] if with_kind else []), "", where]
     used = None if row["last_used"] is None else time.time() - datetime.fromisoformat(row["last_used"]).timestamp()
     model = LocalModel(row["name"], Path(row["path"]), row["place"])
     return [

@@ -53,12 +53,17 @@ def run_model(
     chat = options.chat or ("last" if options.go_on else None)
     raw, think, know = options.raw, options.think, tuple(options.know or ())
     model, prompt, paths = _parted(words, has_chat=chat is not None)
-    if model is None and chat is None:
-        raise UsageError("Missing argument 'MODEL'", "see --help; only a chat that goes on has a model of its own")
     _check_flags(options, has_chat=chat is not None or options.save)
     if options.preset is not None and chat is not None:
         raise UsageError("--preset and --continue cannot be used together", "a chat keeps the preset it began with")
     config = load_config(flags)
+    if remote := config.remote_model(model or ""):
+        text, pictures = _read_prompt(prompt, paths, stdin=not options.no_stdin)
+        job = _remote_job(remote.name, text, pictures, grammar, options, config)
+        from edgelm.commands.run_remote import remote_replies  # most answers come from this machine
+
+        _print_answer(job, remote_replies(job, remote.name, config), None, as_json=as_json, verbose=verbose)
+        return
     with _opened(config, chat, save=options.save) as saved:
         local = saved.choose_model(config) if saved and not model else runnable_model(model or "", config)
         config = model_config(local, config)
@@ -108,7 +113,38 @@ def run_model(
             prefixes=config.places.prefixes,
             drafts=True,
         )
-        _print_answer(job, config.places, saved, as_json=as_json, verbose=verbose)
+        _print_answer(job, run_job(job, config.places, verbose), saved, as_json=as_json, verbose=verbose)
+
+
+def _remote_job(
+    model: str,
+    prompt: str,
+    pictures: Sequence[Attachment],
+    grammar: GrammarSpec | None,
+    options: RunOptions,
+    config: Config,
+) -> RunJob:
+    """Return the job for a model that another server runs. Raises UsageError for what needs one here."""
+    for flag in ("raw", "know", "go_on", "chat", "save"):
+        if getattr(options, flag):
+            name = {"go_on": "continue"}.get(flag, flag)
+            raise UsageError(f"--{name} cannot be used with {model}, which another server runs", "the chat can use it")
+    think = options.think
+    before: tuple[Said, ...] = ()
+    if options.preset is not None:
+        preset = _find_preset(options.preset, config, raw=False)
+        config, think = _with_preset(preset, config, think, is_saved=False)
+        before = (Said("system", preset.system),) if preset.system else ()
+    return RunJob(
+        model=Path(model),
+        settings=config.settings,
+        prompt=prompt,
+        images=images(pictures),
+        before=before,
+        stop=tuple(options.stop or ()),
+        grammar=grammar,
+        think=think,
+    )
 
 
 def _parted(words: Sequence[str], *, has_chat: bool) -> tuple[str | None, str | None, list[str]]:
@@ -116,6 +152,8 @@ def _parted(words: Sequence[str], *, has_chat: bool) -> tuple[str | None, str | 
 
     A picture is `-`, standard input, or a word that ends like the name of one; where a chat goes on, it may come first.
     """
+    if not words and not has_chat:
+        raise UsageError("Missing argument 'MODEL'", "see --help; only a chat that goes on has a model of its own")
     first = [] if has_chat else list(words[:1])
     rest = words[len(first) :]
     pictures = [word for word in rest if _is_picture_name(word)]
@@ -158,11 +196,18 @@ def _opened(config: Config, name: str | None, *, save: bool) -> AbstractContextM
     return open_saved_chat(config, name)
 
 
-def _print_answer(job: RunJob, places: Places, saved: SavedChat | None, *, as_json: bool, verbose: bool) -> None:
-    """Do the job, print its answer, and add it to the chat."""
+def _print_answer(
+    job: RunJob,
+    running: AbstractContextManager[Iterator[Any]],
+    saved: SavedChat | None,
+    *,
+    as_json: bool,
+    verbose: bool,
+) -> None:
+    """Print the answer of a job that `running` does, and add it to the chat."""
     output = _Output(sys.stdout)
     thoughts = _Output(sys.stderr, dim=True)
-    with reader_may_leave(), _ended_line(output, thoughts), run_job(job, places, verbose) as replies:
+    with reader_may_leave(), _ended_line(output, thoughts), running as replies:
         for reply in replies:
             if saved is not None and isinstance(reply, Text | Thought):
                 saved.append(reply)

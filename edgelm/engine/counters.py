@@ -124,6 +124,16 @@ class Counters:
             per_token_s = stats.decode_ms / 1000 / (stats.completion_tokens - 1)
             self._histograms["request_time_per_output_token_seconds"].observe(per_token_s)
 
+    def answered(self, reason: FinishReason, stats: Stats) -> None:
+        """Count an answer that another machine wrote, of which nothing is known before its end."""
+        self._counts["prompt_tokens_total"] += stats.prompt_tokens
+        self._counts["generation_tokens_total"] += stats.completion_tokens
+        self._counts["prefix_cache_queries_total"] += stats.prompt_tokens
+        self._counts["prefix_cache_hits_total"] += stats.cached_tokens
+        if stats.completion_tokens:
+            self._histograms["time_to_first_token_seconds"].observe(stats.first_token_ms / 1000)
+        self.ended(reason, stats)
+
     def copy(self) -> dict[str, Any]:
         """Return all numbers as JSON has them, with the monotonic times of the engine's start and of the copy."""
         return {

@@ -1,4 +1,4 @@
-"""The front's routes: each request goes to the engine process of its model.
+"""The front's routes: each request goes to the engine process of its model, or to another server that runs it.
 
 Owns routing, and what clients see of models and engines. Runs no model and imports no native code.
 """
@@ -28,6 +28,7 @@ from edgelm.server.bodies import Bodies
 from edgelm.server.engines.table import EngineTable
 from edgelm.server.models import ModelNames
 from edgelm.server.proxy import forward
+from edgelm.server.remotes.answering import answer_remotely, answers_remotely, not_remote
 from edgelm.server.request_log import RequestLog
 from edgelm.server.routes.admin import admin_routes, wait_limit_s
 from edgelm.server.routes.events import watch_routes
@@ -61,7 +62,7 @@ class Front:
 def front_app(front: Front, rules: Rules) -> ASGIApp:
     """Return the ASGI application of a front."""
     bodies = Bodies(rules.max_body_bytes, owner=client_of)
-    metrics = Metrics(front.address, front.table)
+    metrics = Metrics(front.address, front.table, front.models.remotes)
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok", "version": __version__})
@@ -72,7 +73,8 @@ def front_app(front: Front, rules: Rules) -> ASGIApp:
             body = await room.enter_async_context(bodies.read(request))
             path = request.url.path
             api_request = await bodies.parse(body, lambda body: parse_routed(path, read_json(body)))
-            if isinstance(api_request, OllamaRequest) and api_request.only_loads:
+            is_here = front.models.remotes.find(api_request.model) is None
+            if is_here and isinstance(api_request, OllamaRequest) and api_request.only_loads:
                 return await load_or_unload(request, api_request, front.table, front.models)
             return await pass_on(request, body, api_request, stack, room)
 
@@ -86,6 +88,10 @@ def front_app(front: Front, rules: Rules) -> ASGIApp:
     async def pass_on(
         request: Request, body: bytes, asked: Routed, stack: AsyncExitStack, room: AsyncExitStack
     ) -> Response:
+        if (remote := front.models.remotes.find(asked.model)) is not None:
+            if not answers_remotely(request.url.path):
+                raise not_remote(remote, request.url.path)
+            return await answer_remotely(request, body, remote, bodies, client_of(request), room.aclose)
         wait_s = wait_limit_s(request)
         dialect = dialect_of(request.url.path)
         model = await find_or_default(request, front.table, front.models, asked.model)

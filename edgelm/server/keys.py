@@ -92,6 +92,15 @@ def read_key_file(path: Path) -> list[Key]:
     return keys
 
 
+def read_secret(path: Path) -> str:
+    """Return the one key of a file, which another server gets. Raises UsageError, as `read_key_file` does."""
+    lines = [line.strip() for line in _private_text(path).splitlines()]
+    secrets = [line for line in lines if line and not line.startswith("#")]
+    if len(secrets) != 1 or not (secrets[0].isascii() and secrets[0].isprintable()) or " " in secrets[0]:
+        raise UsageError(f"{path} is not a key alone", "write the key into the file, and nothing else")
+    return secrets[0]
+
+
 def check_secret(secret: str, place: str) -> None:
     """Raise UsageError for a key that is easily guessed or that no header can carry; the error names the place."""
     hint = "make one with `openssl rand -hex 24`"

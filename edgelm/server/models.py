@@ -1,4 +1,4 @@
-"""The models that clients can use: a name leads to a file, and the list describes each model.
+"""The models that clients can use: a name leads to a file or to another server, and the list describes each model.
 
 Owns names as HTTP clients write them. A worker opens the models.
 """
@@ -18,6 +18,8 @@ from edgelm.library.local import find_local, require_runnable, runs_here
 from edgelm.library.readers import Card, Describe, read_each
 from edgelm.library.scan import LocalModel, installed
 from edgelm.server.api.errors import ApiError
+from edgelm.server.remotes.answering import not_remote
+from edgelm.server.remotes.models import RemoteModel, Remotes
 
 DESCRIBE_LIMIT_S = 60.0
 MOST_NAMES = 8  # in an error
@@ -46,8 +48,15 @@ class ModelNames:
     """The installed models, and the files named on the command line."""
 
     def __init__(
-        self, hub: Path | None, given: list[Path], *, folders: Sequence[Path] = (), tables: Sequence[ModelTable] = ()
+        self,
+        hub: Path | None,
+        given: list[Path],
+        *,
+        folders: Sequence[Path] = (),
+        tables: Sequence[ModelTable] = (),
+        remotes: Remotes | None = None,
     ) -> None:
+        self.remotes = remotes or Remotes()  # their names come first
         self._hub = hub
         self._given = given
         self._folders = folders
@@ -58,14 +67,18 @@ class ModelNames:
         self._describing = asyncio.Lock()
 
     async def find(self, name: str, *, paths: bool = False) -> LocalModel:
-        """Return the model of that name. Raises ApiError if there is none.
+        """Return the model of that name on this machine. Raises ApiError if there is none, or another server has it.
 
         With `paths` it may be the path of any .gguf file or folder; without, no file outside the library is looked at.
         """
+        if (remote := self.remotes.find(name)) is not None:
+            raise not_remote(remote, "this")
         return await asyncio.to_thread(self._find, name, paths)
 
     async def has(self, name: str, *, paths: bool = False) -> bool:
         """Return whether there is a model of that name."""
+        if self.remotes.find(name) is not None:
+            return True
         try:
             await self.find(name, paths=paths)
         except ApiError:
@@ -101,10 +114,15 @@ class ModelNames:
         described = await self.described(await asyncio.to_thread(self._runnable))
         listed = [model for model in described if "problem" not in model.known]
         entries = {model.name: model for model in listed}
-        return [*(entries | {alias.name: alias for model in listed for alias in self._aliases(model)}).values()]
+        entries |= {alias.name: alias for model in listed for alias in self._aliases(model)}
+        remote = [_remote_entry(model, name) for model in self.remotes.models for name in (model.name, *model.aliases)]
+        hidden = {model.name.casefold() for model in remote}
+        return [*(model for model in entries.values() if model.name.casefold() not in hidden), *remote]
 
     async def describe(self, name: str, *, paths: bool = False) -> Listed:
         """Return the entry of the model with that name, as `find` understands it. Raises ApiError if there is none."""
+        if (remote := self.remotes.find(name)) is not None:
+            return _remote_entry(remote, name.removesuffix(LATEST))
         model = await self.find(name, paths=paths)
         for listed in await self.described([model]):
             return listed
@@ -193,6 +211,14 @@ class ModelNames:
 
     def _runnable(self) -> Sequence[LocalModel]:
         return [model for model in installed(self._hub, self._given, self._folders) if runs_here(model)]
+
+
+def _remote_entry(model: RemoteModel, name: str) -> Listed:
+    """Return the entry of a model that another server runs."""
+    known: dict[str, Any] = {"remote": model.where, "kind": "text"}
+    known |= {"context": model.context} if model.context else {}
+    known |= {"alias_of": model.name} if name.casefold() != model.name.casefold() else {}
+    return Listed(name, Path(), 0, known)
 
 
 def _is_folder(name: str) -> bool:

@@ -42,6 +42,7 @@ class RequestRecord:
     model: str | None = None
     process: EngineProcess | None = None  # the engine process that got the request
     sent_s: float = 0.0  # from its begin to that
+    usage: dict[str, Any] = field(default_factory=dict)  # of an answer that came from another server
 
     def sent_to(self, slot: EngineSlot, process: EngineProcess) -> None:
         """Note the engine that the request goes to now."""
@@ -110,7 +111,7 @@ class RequestLog:
             writing.add_done_callback(self._writing.discard)
 
     async def _write(self, scope: Scope, record: RequestRecord, duration_s: float) -> None:
-        usage: dict[str, Any] = {}
+        usage: dict[str, Any] = dict(record.usage)
         try:
             if record.process is not None:
                 usage = await _usage(record.process, record.usage_name)

@@ -23,6 +23,7 @@ from edgelm.base.config import Config, Settings
 from edgelm.base.errors import EdgeLMError, UsageError
 from edgelm.base.places import Places
 from edgelm.base.runtime import FrontRecord, agents_run, announced, find_front
+from edgelm.library.scan import installed
 from edgelm.server.access import Rules, is_loopback
 from edgelm.server.engines.memory import Machine
 from edgelm.server.engines.process import Launcher
@@ -33,6 +34,7 @@ from edgelm.server.keys import Key, Keys, check_secret, read_key_file
 from edgelm.server.listener import PortTakenError, Server, address_of, bind_tcp, private_folder, socket_folder
 from edgelm.server.models import ModelNames
 from edgelm.server.protocol import LimitedProtocol, raise_file_limit
+from edgelm.server.remotes.models import Remotes
 from edgelm.server.stored import ResponseStore
 from edgelm.server.tls import Tls, read_tls
 
@@ -82,6 +84,7 @@ def serve(
         message = f"--host {settings.host} lets other machines in, and there is no key"
         raise UsageError(message, "add --api-key-file or --ask-key, or omit --host")
     tls = _tls(settings)
+    remotes = Remotes(config.models)
     raise_file_limit()
     private_folder(places.runtime)
     try:
@@ -100,7 +103,10 @@ def serve(
         stack.enter_context(announced(places.runtime, record))
         launcher = Launcher(config, sockets, verbose=options.verbose)
         rules = _rules(settings, Keys([*keys, of_user]) if keys else Keys(), tls)
-        names = ModelNames(places.hub, options.models, folders=config.model_folders, tables=config.models)
+        here = {"folders": config.model_folders}
+        for line in remotes.clashes(installed(places.hub, options.models, **here) if remotes.models else ()):
+            log.warning("warning: %s", line)
+        names = ModelNames(places.hub, options.models, **here, tables=config.models, remotes=remotes)
         responses = stack.enter_context(closing(ResponseStore(places.data / RESPONSES_FILE)))
         front = partial(
             Front,
@@ -112,7 +118,7 @@ def serve(
         )
         agents = partial(agents_run, places.runtime)
         ready = partial(announce, record)
-        running = _serve(config, launcher, front, rules, listeners, tls, options, agents, ready, on_saving)
+        running = _serve(config, launcher, front, rules, listeners, tls, options, agents, ready, on_saving, remotes)
         ended_by = asyncio.run(running)
     if ended_by == signal.SIGINT:
         raise KeyboardInterrupt
@@ -129,6 +135,7 @@ async def _serve(
     agents: Callable[[], bool],
     announce: Callable[[], None],
     on_saving: Callable[[int], None],
+    remotes: Remotes,
 ) -> int | None:
     """Serve; return the signal that ended it."""
     loop = asyncio.get_running_loop()
@@ -137,14 +144,15 @@ async def _serve(
     telling: list[asyncio.Task[None]] = []
     again_at = 0.0
     settings = config.settings
-    async with EngineTable(
+    table = EngineTable(
         launcher,
         Machine(launcher),
         idle_timeout_s=settings.idle_timeout,
         keep_alive=lambda model: config.keep_alive_of(*model.names),
         max_models=settings.max_models,
         limit_bytes=settings.max_memory_bytes,
-    ) as table:
+    )
+    async with remotes, table:
         # In TLS both sides of a connection are closed at once.
         protocol = LimitedProtocol if tls else HalfCloseProtocol
         server = Server(

@@ -28,7 +28,15 @@ from edgelm.base.workers.messages import Serving
 from edgelm.base.workers.parent import Worker
 from edgelm.base.workers.wire import encode
 from edgelm.client.addresses import is_loopback, is_same_server, normalize_address
-from edgelm.client.answer_stream import AnswerStats, Delta, Finished, _reasoning, _spans, stats_from_json, stats_to_json
+from edgelm.client.answer_stream import (
+    AnswerStats,
+    Delta,
+    Finished,
+    _spans,
+    reasoning_of,
+    stats_from_json,
+    stats_to_json,
+)
 from edgelm.client.endpoint import ChatRequest, Client, ModelEntry
 from edgelm.client.failures import ContextFullError, UnreachableError
 from edgelm.client.json_values import number, whole
@@ -192,7 +200,7 @@ async def test_reasoning_is_separate_from_the_text(client: Client, endpoint: Fak
     ],
 )
 def test_one_of_the_names_of_reasoning_is_read(extra: dict[str, object], reasoning: str) -> None:
-    assert _reasoning(extra) == reasoning
+    assert reasoning_of(extra) == reasoning
 
 
 @pytest.mark.parametrize(("told", "tokens"), [(340, 340), (None, None)])
@@ -701,3 +709,27 @@ def test_a_server_in_a_folder_of_others_says_that_nobody_finds_it(
         with announced(tmp_path, record):
             assert find_front(tmp_path) == found
         assert ("others may write to it" in caplog.text) == (found is None)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "runs_at", "where"),
+    [
+        (None, "", ""),
+        (None, "127.0.0.1:8000", ""),
+        (None, "box:8000, 127.0.0.1:8000", "box:8000"),
+        ("http://192.168.1.5:11500/v1", "", "http://192.168.1.5:11500/v1"),
+    ],
+)
+async def test_a_front_here_may_send_what_is_written_elsewhere(
+    tmp_path: Path, endpoint: str | None, runs_at: str, where: str
+) -> None:
+    link = Link(endpoint=endpoint, api_key=None, runtime=tmp_path, log=tmp_path / "log")
+    entries = [ModelEntry("big", remote=runs_at), ModelEntry("small")]
+
+    async def models(*, again: bool = False) -> list[ModelEntry]:
+        link._models = entries
+        return entries
+
+    link.models = models  # type: ignore[method-assign]
+    assert await link.destination("big") == where
+    assert await link.destination("small") == (endpoint or "")

@@ -14,12 +14,13 @@ from edgelm.__main__ import main
 from edgelm.base.workers.child import run_job
 from edgelm.base.workers.messages import ServeJob
 from edgelm.jobs.worker import work_with_engine
+from edgelm.server import answers
 from edgelm.server.engine_process import app as engine_app
 from edgelm.server.engine_process.worker import _serve
 from edgelm.server.engines import process as engine_process
 from edgelm.server.routes.metrics import Metrics
 
-_events, _prepare = engine_app._events, engine_app._prepare
+_events, _prepare = answers._events, engine_app._prepare
 
 
 async def buggy_events(*arguments: Any) -> AsyncIterator[bytes]:
@@ -44,5 +45,5 @@ if __name__ == "__main__":
         Metrics.text = buggy_answer  # type: ignore[method-assign]
         main()
     else:
-        engine_app._events, engine_app._prepare = buggy_events, buggy_prepare
+        answers._events, engine_app._prepare = buggy_events, buggy_prepare
         sys.exit(run_job({ServeJob: partial(work_with_engine, _serve)}))

@@ -21,7 +21,7 @@ from edgelm.engine.core import Event, FinishReason, Sampled, SamplingParams, Sta
 from edgelm.engine.counters import Counters
 from edgelm.jobs.answer import Answerer
 from edgelm.jobs.past import MAX_PAST_CHARS
-from edgelm.server.engine_process import app as module
+from edgelm.server import answers as module
 from edgelm.server.engine_process.app import EngineParts, engine_app
 from edgelm.server.keys import CLIENT, NAMESPACE
 from edgelm.text.chat import Rendered

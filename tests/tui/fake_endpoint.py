@@ -54,6 +54,7 @@ class FakeEndpoint:
     paths: dict[str, str] = field(default_factory=dict)  # of models
     other_names: list[str] = field(default_factory=list)  # of models that it lists by one name
     seeing: list[str] = field(default_factory=list)  # the models that read pictures
+    runs_at: dict[str, str] = field(default_factory=dict)  # models that other servers run behind it
     die_after: int | None = None  # tokens, then an error event as the front sends it when its engine died
     drop_after: int | None = None  # tokens, then the connection is cut
     stall_after: int | None = None  # tokens, then nothing more
@@ -170,6 +171,8 @@ class FakeEndpoint:
             for model in data:
                 if model["id"] in self.seeing:
                     model["edgelm"] = {**model["edgelm"], "pictures": True}
+                if model["id"] in self.runs_at:
+                    model["edgelm"] = {**model["edgelm"], "remote": self.runs_at[model["id"]]}
                 if model["id"] in self.paths:
                     model["edgelm"] = {"path": self.paths[model["id"]]}
             return 200, {"object": "list", "data": data}

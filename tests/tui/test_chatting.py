@@ -357,3 +357,14 @@ async def test_a_gpu_that_is_not_used_is_told_once_and_stays_in_the_row_of_state
         await chat.sees("hello", GPU[:60])  # the row has no room for its end
         await chat.ask("again")
         assert [GPU in note.message for note in chat.app._notifications].count(True) == 1
+
+
+async def test_the_row_of_state_says_that_another_server_runs_the_model(
+    open_chat: Open, endpoint: FakeEndpoint
+) -> None:
+    endpoint.runs_at = dict.fromkeys(endpoint.models, "box:8000")
+    async with open_chat(size=(100, 32)) as chat:
+        await chat.ready()
+        await chat.sees("answers from box:8000")
+        await chat.ask("hello")
+        await chat.sees("runs at box:8000")

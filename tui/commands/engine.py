@@ -51,7 +51,7 @@ async def explore(face: ScreenFace, argument: str) -> None:
     if message.calls:
         raise RequestError("this answer has calls of tools", "choose an answer without any")
     session = workspace.session
-    await face.reader.require_consent(session)
+    await face.reader.require_consent(session, message.model)
     # A thought comes before the first token; its alternatives are those of the thought.
     first = 1 if message.reasoning else 0
     dialog = ExploreScreen(message.model, AnswerTokens(client, session, message), first)

@@ -59,6 +59,7 @@ def _first(listed: Sequence[str], better: str) -> list[Suggestion]:
 
 def about_model(model: str, entry: ModelEntry | None, endpoint: str | None) -> list[str]:
     """Return lines about the model that answers, and where it runs, for a chat without messages."""
+    endpoint = (entry.remote if entry is not None else "") or endpoint
     if endpoint is not None:
         return [" · ".join(filter(None, (short_name(model), f"answers from {endpoint}")))]
     parts = [short_name(model)]

@@ -81,7 +81,7 @@ async def _sees(link: Link, model: str) -> bool:
     """Return whether a model reads pictures; a list that says no is renewed: its projector may be here now."""
     for again in (False, True):
         entries = await link.models(again=again)
-        if any(entry.pictures for entry in entries if entry.id == model):
+        if any(entry.pictures or entry.remote for entry in entries if entry.id == model):  # a remote one may
             return True
     return False
 

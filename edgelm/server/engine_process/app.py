@@ -5,14 +5,11 @@ Owns the path of a request to the engine and back. The front has checked access 
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import hmac
 import os
 import resource
 import sys
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,17 +25,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgelm.backends.model import LoadedModel
-from edgelm.base.errors import EdgeLMError
 from edgelm.engine.usage import Usage
 from edgelm.jobs.answer import Answerer, Prepared, merged
 from edgelm.jobs.request import AnswerDelta, AnswerRequest, ContextError
-from edgelm.server.api.dialect import AnswerContext, ApiRequest, Reply
+from edgelm.server.answers import answer_response
+from edgelm.server.api.dialect import AnswerContext, ApiRequest
 from edgelm.server.api.dialects import COUNTS, DIALECTS, TEXTS, dialect_of, parse_answers, parse_request, reply_to
-from edgelm.server.api.errors import ApiError, as_api_error
+from edgelm.server.api.errors import ApiError
 from edgelm.server.api.handlers import EXCEPTION_HANDLERS, error_response
 from edgelm.server.api.json_body import read_json
 from edgelm.server.api.llama_texts import TextRequest
-from edgelm.server.api.logprobs import FEW_TOKENS
 from edgelm.server.bodies import Bodies
 from edgelm.server.engine_process.events import event_routes
 from edgelm.server.engine_process.kind import require_kind
@@ -46,12 +42,9 @@ from edgelm.server.engine_process.open_answers import OpenAnswers, counted
 from edgelm.server.engine_process.pooled import pooled_routes
 from edgelm.server.keys import CLIENT, NAMESPACE, USAGE
 from edgelm.server.request_id import REQUEST_ID, set_request_id
-from edgelm.server.sse import EventStream, cancel, json_pieces, unless_client_leaves
+from edgelm.server.sse import unless_client_leaves
 from edgelm.text.encoding import TextEncoder
 from edgelm.text.template import TooLongError
-
-PATIENCE_S = 5.0  # for the first token; then the stream is opened without it
-PING_S = 10.0  # without any event, before a ping
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,20 +153,7 @@ async def _answer(
     async with AsyncExitStack() as stack:
         entry = stack.enter_context(parts.open_answers.entry(prepared, loaded.engine.info.context))
         deltas = counted(_deltas(parts.answerer, prepared), entry)
-        stack.push_async_callback(deltas.aclose)
-        if not api_request.streamed:
-            all_deltas = await unless_client_leaves(request, _all(deltas))
-            if sum(len(delta.sampled) for delta in all_deltas) <= FEW_TOKENS:
-                return JSONResponse(reply.whole(all_deltas))
-            content = await asyncio.to_thread(lambda: b"".join(json_pieces(reply.whole(all_deltas))))
-            return Response(content, media_type="application/json")
-        # Wait for the first token: a failure until then is an HTTP status and not an event.
-        coming = _Coming(deltas)
-        stack.push_async_callback(coming.cancel)
-        await unless_client_leaves(request, coming.arrived(PATIENCE_S))
-        coming.check()
-        media_type = dialect_of(request.url.path).media_type
-        return EventStream(_events(reply, coming), stack.pop_all(), media_type=media_type)
+        return await answer_response(request, reply, deltas, stack, streamed=api_request.streamed)
 
 
 async def _prepare(
@@ -205,79 +185,6 @@ def _deltas(answerer: Answerer, prepared: list[Prepared]) -> AsyncGenerator[Answ
     if len(prepared) == 1:
         return answerer.answer(prepared[0])
     return merged([numbered(one, index * one.request.num_choices) for index, one in enumerate(prepared)])
-
-
-async def _all(deltas: AsyncIterator[AnswerDelta]) -> list[AnswerDelta]:
-    return [delta async for delta in deltas]
-
-
-class _Coming:
-    """The deltas of an answer, as they come. Cancelling a wait does not stop the answer."""
-
-    def __init__(self, deltas: AsyncGenerator[AnswerDelta, None]) -> None:
-        self._deltas = deltas
-        self._ready: list[AnswerDelta] = []
-        self._news = asyncio.Event()
-        self._reading: asyncio.Task[None] | None = None
-
-    async def arrived(self, limit_s: float) -> bool:
-        """Return whether deltas, the end or a failure come within so many seconds."""
-        if self._reading is None:
-            self._reading = asyncio.ensure_future(self._read())
-            self._reading.add_done_callback(lambda _: self._news.set())
-        if not (self._ready or self._reading.done()):
-            self._news.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(limit_s):
-                    await self._news.wait()
-        return bool(self._ready) or self._reading.done()
-
-    def take(self) -> list[AnswerDelta]:
-        """Return the deltas that arrived; none: the end. Raises the answer's failure, behind its last delta."""
-        taken, self._ready = self._ready, []
-        if not taken:
-            self.check()
-        return taken
-
-    def check(self) -> None:
-        """Raise the answer's failure, if that arrived and no delta before it."""
-        if self._reading is not None and self._reading.done() and not self._ready:
-            self._reading.result()
-
-    async def cancel(self) -> None:
-        """End the wait for the next delta."""
-        if self._reading is not None:
-            await cancel(self._reading)
-
-    async def _read(self) -> None:
-        async for delta in self._deltas:
-            self._ready.append(delta)
-            self._news.set()
-
-
-async def _events(reply: Reply, coming: _Coming) -> AsyncIterator[bytes]:
-    """Yield the events of a stream, and pings while there are none; a failure is the last event."""
-    if opening := reply.opening():
-        yield opening
-    written = time.monotonic()
-    try:
-        while True:
-            events = b""
-            if await coming.arrived(written + PING_S - time.monotonic()):
-                deltas = coming.take()
-                if not deltas:
-                    break
-                events = b"".join(map(reply.delta, deltas))
-            if not events and time.monotonic() >= written + PING_S:
-                events = reply.ping()
-            if events:
-                yield events
-                written = time.monotonic()
-    except EdgeLMError as error:
-        yield reply.error(as_api_error(error))
-        return
-    if closing := reply.closing():
-        yield closing
 
 
 class _KeyGuard:

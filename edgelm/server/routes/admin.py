@@ -31,6 +31,7 @@ from edgelm.server.engines.memory import Measured
 from edgelm.server.engines.slots import EngineSlot
 from edgelm.server.engines.table import EngineTable
 from edgelm.server.models import Listed, ModelNames
+from edgelm.server.remotes.models import RemoteModel
 from edgelm.server.sse import unless_client_leaves
 
 START_LIMIT_S = 600.0  # a request waits this long for an engine, unless `Prefer: wait=SECONDS` says less
@@ -56,7 +57,8 @@ def admin_routes(address: str, table: EngineTable, models: ModelNames, bodies: B
         slots = table.all_slots()
         measured = await table.memory.measure(slots)
         processes = await asyncio.gather(*(_process(slot, measured) for slot in slots))
-        state = {"pid": os.getpid(), "version": __version__, "address": address, "models": processes}
+        entries = [*processes, *map(_remote, models.remotes.models)]
+        state = {"pid": os.getpid(), "version": __version__, "address": address, "models": entries}
         outstanding = table.memory.outstanding(slots, measured)
         memory = {
             "free_bytes": max(0, measured.free_bytes - outstanding),
@@ -124,6 +126,11 @@ def wait_limit_s(request: Request) -> float:
 
 def _model(table: EngineTable, model: Listed) -> dict[str, Any]:
     """Return the entry of /v1/models for one model."""
+    if "remote" in model.known:
+        own = {**model.known, "loaded": True}
+        return {"id": model.name, "object": "model", "created": 0, "owned_by": "edgelm", "edgelm": own} | {
+            "status": {"value": "loaded"}
+        }
     slot = table.slots.get(model.path)
     loaded = slot is not None and slot.state == "ready"
     status: dict[str, Any] = {"value": "unloaded" if slot is None else STATUS[slot.state]}  # of llama-server's router
@@ -157,6 +164,30 @@ def _anthropic_model(model: Listed) -> dict[str, Any]:
         "id": model.name,
         "display_name": model.name,
         "created_at": datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
+
+
+def _remote(model: RemoteModel) -> dict[str, Any]:
+    """Return the entry of /edgelm/ps for a model that another server runs, with the fields of an engine process."""
+    unknown = ["path", "progress", "doing", "pid", "unused_gpu", "cuda_problem", "rss_bytes", "memory_bytes"]
+    unknown += ["predicted_bytes", "predicted", "waits_for", "expires_in_s"]
+    return dict.fromkeys(unknown) | {
+        "model": model.name,
+        "state": model.state,
+        "context": model.context,
+        "engine": "remote",
+        "device": model.where,
+        "requests": model.num_running + model.num_waiting,
+        "promised_bytes": 0,
+        "idle_s": 0.0,
+        "keep_alive_s": -1,
+        "pinned": True,
+        "silent_s": 0.0,
+        "error": "; ".join(model.problems) or None,
+        "remote": [
+            {"address": box.name, "requests": box.num_open, "limit": int(box.limit), "problem": box.problem or None}
+            for box in model.boxes
+        ],
     }
 
 

@@ -25,6 +25,7 @@ from edgelm import __version__
 from edgelm.engine.counters import COUNTS, HISTOGRAMS
 from edgelm.server.engines.slots import EngineSlot
 from edgelm.server.engines.table import EngineTable
+from edgelm.server.remotes.models import Remotes
 
 PREFIX = "edgelm:"
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -125,8 +126,9 @@ class ModelMetrics:
 class Metrics:
     """Counts the requests of a front, and collects the numbers of its engines."""
 
-    def __init__(self, address: str, table: EngineTable) -> None:
+    def __init__(self, address: str, table: EngineTable, remotes: Remotes | None = None) -> None:
         self._address = address
+        self._remotes = remotes or Remotes()
         self._table = table
         self._started = time.time()
         self._requests: Counter[tuple[str, str, int]] = Counter()
@@ -167,7 +169,14 @@ class Metrics:
         for slot, answer in zip(asked, answers, strict=True):
             if slot not in self._gone:
                 models[slot.model.name].add(slot, answer)
-        return list(models.values())
+        return [*models.values(), *self._of_remotes()]
+
+    def _of_remotes(self) -> Iterator[ModelMetrics]:
+        """Yield the numbers of the models that other servers run."""
+        for model in self._remotes.models:
+            numbers = ModelMetrics(model.name, model.state, Numbers.of(model.counters.copy()), 0, 0, 0)
+            numbers.running, numbers.waiting = model.num_running, model.num_waiting
+            yield numbers
 
     async def last_look(self, slot: EngineSlot) -> None:
         """Take over the numbers of an engine that is about to end."""

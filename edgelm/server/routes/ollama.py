@@ -78,7 +78,9 @@ def ollama_routes(table: EngineTable, models: ModelNames, bodies: Bodies) -> lis
         name, _ = await named(request)
         paths = may_name_paths(request)
         listed = await models.describe(name, paths=paths)
-        return JSONResponse(_shown(listed, await models.card(await models.find(name, paths=paths))))
+        is_remote = "remote" in listed.known
+        card = _remote_card(listed) if is_remote else await models.card(await models.find(name, paths=paths))
+        return JSONResponse(_shown(listed, card))
 
     async def ps(_: Request) -> Response:
         ready = {path: slot for path, slot in table.slots.items() if slot.state == "ready"}
@@ -196,6 +198,13 @@ def _shown(model: ListedModel, card: dict[str, Any]) -> dict[str, Any]:
         "capabilities": card["capabilities"],
         "modified_at": timestamp(model.created),
     }
+
+
+def _remote_card(model: ListedModel) -> dict[str, Any]:
+    """Return what clients ask of a model that another server runs: it answers, and may call tools."""
+    info = {"general.architecture": "remote"}
+    info |= {"remote.context_length": model.known["context"]} if "context" in model.known else {}
+    return {"template": "", "licence": "", "model_info": info, "capabilities": ["completion", "tools"]}
 
 
 async def _as_lines(objects: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:

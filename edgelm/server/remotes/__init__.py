@@ -1,0 +1,1 @@
+"""Models that other servers run: where, and how a request of any dialect becomes one of theirs."""

@@ -1,0 +1,175 @@
+"""The path of a request to a model that another server runs, and back: in every dialect that a model answers.
+
+Owns which failures lead to another server: those before the first token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing
+from typing import Any, cast
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from edgelm.engine.core import ExecutorInfo, Stats
+from edgelm.jobs.request import AnswerDelta, AnswerRequest
+from edgelm.server.answers import answer_response
+from edgelm.server.api.dialect import AnswerContext
+from edgelm.server.api.dialects import DIALECTS, parse_answers, reply_to
+from edgelm.server.api.errors import ApiError
+from edgelm.server.api.json_body import read_json
+from edgelm.server.api.ollama import OllamaRequest
+from edgelm.server.api.ollama_reply import loaded_reply
+from edgelm.server.bodies import Bodies
+from edgelm.server.remotes.boxes import Box, BoxError
+from edgelm.server.remotes.models import RemoteModel
+from edgelm.server.remotes.wire import Chunks, TokenTexts, body_of, notes_of, path_of
+from edgelm.server.request_log import RequestRecord, record_of
+from edgelm.text.tokenizer import Tokenizer
+
+MAX_TRIES = 16  # of one request at servers that are busy
+
+
+def answers_remotely(path: str) -> bool:
+    """Return whether another server can answer a route's requests."""
+    return path in DIALECTS and path != "/infill"
+
+
+def not_remote(model: RemoteModel, what: str) -> ApiError:
+    """Return the error of a route that only a model of this machine has."""
+    message = f"{model.name} runs at {model.where}: {what} is only for models of this machine"
+    return ApiError(400, "unsupported_by_remote", message, param="model")
+
+
+async def answer_remotely(
+    request: Request,
+    body: bytes,
+    model: RemoteModel,
+    bodies: Bodies,
+    client: str,
+    forwarded: Callable[[], Awaitable[None]],
+) -> Response:
+    """Return the answer to a POST; `forwarded` is called when it begins: the body is not sent again.
+
+    Raises ApiError, BusyError, ClientLeftError.
+    """
+    path = request.url.path
+    api_request, requests = await bodies.parse(body, lambda body: parse_answers(path, read_json(body)))
+    record = record_of(request)
+    record.model = model.name
+    if isinstance(api_request, OllamaRequest) and api_request.only_loads:
+        return JSONResponse(loaded_reply(api_request, "unload" if api_request.keep_alive == 0 else "load"))
+    body_of(requests, model.model, frozenset())  # refuse it before it waits
+    texts = TokenTexts()
+    context = AnswerContext(api_request.model or model.name, cast(Tokenizer, texts), _executor_of(model))
+    reply = reply_to(path, api_request, context)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(model.admitted(client))
+        work = _Work(model, requests, api_request.notes, texts, client, record, forwarded, len(body))
+        return await answer_response(request, reply, work.deltas(), stack, streamed=api_request.streamed)
+    raise AssertionError
+
+
+class _Work:
+    """One request on its way."""
+
+    def __init__(
+        self,
+        model: RemoteModel,
+        requests: Sequence[AnswerRequest],
+        notes: tuple[str, ...],
+        texts: TokenTexts,
+        client: str,
+        record: RequestRecord,
+        forwarded: Callable[[], Awaitable[None]],
+        num_bytes: int,
+    ) -> None:
+        self._model = model
+        self._requests = requests
+        self._notes = notes
+        self._texts = texts
+        self._client = client
+        self._record = record
+        self._forwarded = forwarded
+        self._num_bytes = num_bytes
+        self._began = _now()
+
+    async def deltas(self) -> AsyncGenerator[AnswerDelta, None]:
+        """Yield the answer of the first server that gives one. Raises ApiError."""
+        tried: set[Box] = set()
+        for attempt in range(MAX_TRIES):
+            has_begun = False
+            async with self._model.turn(self._client, tried) as box:
+                sent_at, omitted = _now(), box.omitted
+                try:
+                    async with aclosing(self._of(box, sent_at)) as deltas:
+                        async for delta in deltas:
+                            has_begun = True
+                            yield delta
+                    return
+                except BoxError as error:
+                    if error.kind == "refused":
+                        if box.omitted != omitted:
+                            continue  # once more, without a field that it does not know
+                        raise error.error from None
+                    if error.kind != "busy":
+                        box.failed(error.kind, str(error))
+                    if has_begun:
+                        raise error.error from None
+                    if not (error.kind == "busy" and box.refused(sent_at) and attempt < MAX_TRIES - 1):
+                        tried.add(box)
+                        if len(tried) == len(self._model.boxes):
+                            raise error.error from None
+        raise AssertionError
+
+    async def _of(self, box: Box, sent_at: float) -> AsyncGenerator[AnswerDelta, None]:
+        """Yield the answer of one server. Raises BoxError."""
+        body = body_of(self._requests, self._model.model, box.omitted)
+        notes = (*self._notes, *notes_of(self._requests[0], box.omitted))
+        chunks = Chunks(self._requests, notes, self._texts)
+        first = last = 0.0
+        async with aclosing(box.chunks(path_of(self._requests), body, self._num_bytes)) as received:
+            async for chunk in received:
+                if not first:
+                    await self._forwarded()
+                for delta in chunks.take(chunk):
+                    last = _now()
+                    first = first or last
+                    yield delta
+        if not chunks.is_complete:
+            raise box.broken()
+        last = last or _now()
+        first = first or last
+        box.answered(sent_at, first - sent_at, self._num_bytes)
+        times = (1000 * (sent_at - self._began), 1000 * (first - self._began), 1000 * (last - first))
+        ends = chunks.finish(*times)
+        self._note(ends[0])
+        for delta in ends:
+            yield delta
+
+    def _note(self, end: AnswerDelta) -> None:
+        """Count an answer."""
+        stats = end.stats
+        assert isinstance(stats, Stats)
+        assert end.reason
+        self._model.counters.answered("stop" if end.reason == "tool_calls" else end.reason, stats)
+        self._record.usage = {
+            "prompt_tokens": stats.prompt_tokens,
+            "cached_tokens": stats.cached_tokens,
+            "generated_tokens": stats.completion_tokens,
+            "time_to_first_token_s": stats.first_token_ms / 1000,
+            "finish_reason": end.reason,
+        }
+
+
+def _executor_of(model: RemoteModel) -> ExecutorInfo:
+    """Return what replies show of an engine."""
+    numbers: Any = dict.fromkeys(("num_vocab", "capacity", "max_tokens", "max_rows", "max_sequences"), 0)
+    where = model.where
+    return ExecutorInfo(engine="remote", device=where, context=model.context or 0, kv_bytes_per_token=0, **numbers)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

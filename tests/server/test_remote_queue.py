@@ -1,0 +1,202 @@
+"""Which server takes the next request of a remote model, who waits, and how many requests a server gets at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgelm.base.errors import BusyError, UsageError
+from edgelm.base.model_tables import ModelTable, parse_tables
+from edgelm.server.remotes.boxes import FIRST_LIMIT, LEAST_LIMIT, SLOW_S
+from edgelm.server.remotes.models import MAX_REQUESTS, RemoteModel, Remotes
+
+HERE = ["http://127.0.0.1:9/v1", "http://127.0.0.1:10/v1"]
+
+
+def tables_of(**entries: Any) -> tuple[ModelTable, ...]:
+    return parse_tables({"big": entries}, "config.toml", {})
+
+
+def model_at(*endpoints: str) -> RemoteModel:
+    return Remotes(tables_of(endpoint=list(endpoints))).models[0]
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_the_least_busy_server_is_next() -> None:
+    model = model_at(*HERE)
+    async with AsyncExitStack() as stack:
+        given = [await stack.enter_async_context(model.turn("a", ())) for _ in range(4)]
+        assert [box.num_open for box in model.boxes] == [2, 2]
+        assert given[0] is not given[1]
+    assert model.num_running == 0
+
+
+async def test_one_that_is_down_comes_last() -> None:
+    model = model_at(*HERE)
+    first, second = model.boxes
+    first.failed("down", "it is off")
+    async with model.turn("a", ()) as box:
+        assert box is second
+    async with model.turn("a", [second]) as box:
+        assert box is first, "there is no other"
+    assert model.state == "ready"
+    first.is_well()
+    assert not first.problem
+
+
+async def test_clients_take_turns_where_all_servers_are_busy() -> None:
+    model = model_at(HERE[0])
+    (box,) = model.boxes
+    box.limit = 1.0
+    order: list[str] = []
+
+    async def one(client: str) -> None:
+        async with model.turn(client, ()):
+            order.append(client)
+            await asyncio.sleep(0)
+
+    async with model.turn("first", ()):
+        waiting = [asyncio.create_task(one(client)) for client in ("a", "a", "a", "b", "c")]
+        await settled()
+        assert model.num_waiting == 5
+    await asyncio.gather(*waiting)
+    assert order == ["a", "b", "c", "a", "a"]
+    assert (model.num_waiting, box.num_open) == (0, 0)
+
+
+async def test_a_client_that_leaves_the_queue_keeps_no_place() -> None:
+    model = model_at(HERE[0])
+    model.boxes[0].limit = 1.0
+
+    async def wait() -> None:
+        async with model.turn("b", ()):
+            pass
+
+    async with model.turn("a", ()):
+        leaving, given = asyncio.create_task(wait()), asyncio.create_task(wait())
+        await settled()
+        leaving.cancel()
+        await settled()
+        assert model.num_waiting == 1
+    given.cancel()  # in the moment in which it gets its turn
+    await asyncio.wait([leaving, given])
+    assert (model.num_waiting, model.num_running) == (0, 0)
+
+
+def test_a_client_has_at_most_half_of_the_places() -> None:
+    model = model_at(HERE[0])
+    with ExitStack() as stack:
+        for _ in range(MAX_REQUESTS // 2):
+            stack.enter_context(model.admitted("a"))
+        with pytest.raises(BusyError, match="of this client"), model.admitted("a"):
+            pass
+        with model.admitted("b"):
+            pass
+
+
+async def test_the_limit_of_a_server_is_learnt_from_refusals_and_answers() -> None:
+    (box,) = model_at(HERE[0]).boxes
+    now = asyncio.get_running_loop().time
+    box.num_open = 8
+    sent = now()
+    assert box.refused(sent)
+    assert box.limit == 4
+    assert box.refused(sent - 1)
+    assert box.limit == 4, "one cut for all that were under way"
+    box.num_open = 4
+    for _ in range(5):
+        box.answered(now(), 0.1, 100)
+    assert 5 <= box.limit < 6
+    box.num_open = 1
+    limit = box.limit
+    box.answered(now(), 0.1, 100)
+    assert box.limit == limit, "it was not reached"
+    assert not box.refused(now() + 1), "it has nothing else, and takes not even one"
+
+
+async def test_slow_first_tokens_lower_the_limit_but_not_to_one() -> None:
+    (box,) = model_at(HERE[0]).boxes
+    box.num_open = int(FIRST_LIMIT)
+    box.answered(0.0, 0.1, 100)
+    for turn in range(60):
+        box.answered(asyncio.get_running_loop().time() + 1000 + turn, 10 * SLOW_S, 100)
+    assert box.limit == LEAST_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"endpoint": "ftp://box/v1"}, "is not an endpoint"),
+        ({"endpoint": "http://me:secret@box/v1"}, "a name or password"),
+        ({"endpoint": [HERE[0], HERE[0]]}, "twice"),
+        ({"endpoint": "http://box:8000/v1", "headers": {"Authorization": "Bearer secret"}}, "unencrypted"),
+        ({"endpoint": HERE[0], "headers": {"Host": "other"}}, "headers has Host"),
+        ({"endpoint": HERE[0], "api_key_file": "/nowhere/key"}, "cannot be read"),
+        ({"endpoint": "https://box/v1", "ca_file": "/nowhere/ca.pem"}, "cannot be read"),
+        ({"endpoint": HERE[0], "ctx": 4096}, "no setting ctx"),
+        ({"endpoint": []}, "endpoint is empty"),
+        ({"endpoint": HERE[0], "timeout": 0}, "timeout is 0"),
+        ({"endpoint": HERE[0], "headers": {"X": "secret\n"}}, "names of headers"),
+        ({"model": "x"}, "needs an endpoint"),
+    ],
+)
+def test_what_is_wrong_is_said_at_start(entries: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Remotes(tables_of(**entries))
+    assert words in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def private(path: Path, text: str) -> str:
+    path.write_text(text)
+    path.chmod(0o600)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "is_refused"),
+    [
+        ("http://box:8000/v1", True),
+        ("http://192.168.1.5/v1", True),
+        ("http://127.0.0.1:8000", False),
+        ("http://localhost:8000/v1", False),
+        ("https://box/v1", False),
+    ],
+)
+def test_a_key_goes_over_plain_http_to_this_machine_only(tmp_path: Path, endpoint: str, is_refused: bool) -> None:
+    def make() -> Remotes:
+        return Remotes(tables_of(endpoint=endpoint, api_key_file=private(tmp_path / "key", "abcdefgh\n")))
+
+    if is_refused:
+        with pytest.raises(UsageError, match="unencrypted"):
+            make()
+    else:
+        assert make().find("BIG:latest") is not None
+
+
+@pytest.mark.parametrize("text", ["", "two words\n", "one\ntwo\n", "\u00e4\n"])
+def test_a_key_file_has_one_key(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UsageError, match="not a key alone"):
+        Remotes(tables_of(endpoint=HERE[0], api_key_file=private(tmp_path / "key", text)))
+
+
+def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("abcdefgh")
+    file.chmod(0o644)
+    with pytest.raises(UsageError, match="others can read"):
+        Remotes(tables_of(endpoint=HERE[0], api_key_file=str(file)))
+
+
+def test_an_alias_belongs_to_one_model() -> None:
+    tables = {name: {"endpoint": HERE[0], "alias": "x"} for name in "ab"}
+    with pytest.raises(UsageError, match="is a name of"):
+        parse_tables(tables, "config.toml", {})
