@@ -28,7 +28,16 @@ from edgelm.base.workers.messages import Serving
 from edgelm.base.workers.parent import Worker
 from edgelm.base.workers.wire import encode
 from edgelm.client.addresses import is_loopback, is_same_server, normalize_address
-from edgelm.client.answer_stream import AnswerStats, Delta, Finished, _reasoning, _spans, stats_from_json, stats_to_json
+from edgelm.client.answer_stream import (
+    AnswerStats,
+    AnswerStream,
+    Delta,
+    Finished,
+    _reasoning,
+    _spans,
+    stats_from_json,
+    stats_to_json,
+)
 from edgelm.client.endpoint import ChatRequest, Client, ModelEntry
 from edgelm.client.failures import ContextFullError, UnreachableError
 from edgelm.client.json_values import number, whole
@@ -701,3 +710,10 @@ def test_a_server_in_a_folder_of_others_says_that_nobody_finds_it(
         with announced(tmp_path, record):
             assert find_front(tmp_path) == found
         assert ("others may write to it" in caplog.text) == (found is None)
+
+
+def test_the_tokens_of_a_chunk_are_counted() -> None:
+    reading = AnswerStream(0.0)
+    several = reading.take({"choices": [{"delta": {"content": "one two"}}], "edgelm": {"tokens": 3}})
+    assert several == Delta("one two", tokens=3)
+    assert reading.take({"choices": [{"delta": {"content": " "}}], "edgelm": {"tokens": -1}}) == Delta(" ")

@@ -31,7 +31,7 @@ from edgelm.backends.model import LoadedModel
 from edgelm.base.errors import EdgeLMError
 from edgelm.engine.usage import Usage
 from edgelm.jobs.answer import Answerer, Prepared, merged
-from edgelm.jobs.request import AnswerDelta, AnswerRequest, ContextError
+from edgelm.jobs.request import AnswerDelta, AnswerRequest, ContextError, joined
 from edgelm.server.api.dialect import AnswerContext, ApiRequest, Reply
 from edgelm.server.api.dialects import COUNTS, DIALECTS, TEXTS, dialect_of, parse_answers, parse_request, reply_to
 from edgelm.server.api.errors import ApiError, as_api_error
@@ -267,7 +267,7 @@ async def _events(reply: Reply, coming: _Coming) -> AsyncIterator[bytes]:
                 deltas = coming.take()
                 if not deltas:
                     break
-                events = b"".join(map(reply.delta, deltas))
+                events = b"".join(map(reply.delta, joined(deltas)))
             if not events and time.monotonic() >= written + PING_S:
                 events = reply.ping()
             if events:
