@@ -56,7 +56,7 @@ class Answer:
     num_tokens: int = 0
     drafted: Spans = field(default_factory=Spans)  # of the message's text
     clock: ThoughtClock = field(default_factory=ThoughtClock)
-    num_thoughts: int = 0  # deltas of reasoning
+    num_thoughts: int = 0  # tokens of reasoning
     preparing: str = ""  # what is done before a request
     status: str = ""  # what it waits for, until its first token
 
@@ -352,8 +352,8 @@ def _append(answer: Answer, delta: Delta, watcher: AnswerWatcher) -> None:
     answer.clock.take(delta.reasoning, delta.text)
     if first or answer.activity != activity:
         watcher.answer_progressed(answer, answer.activity, None)
-    answer.num_tokens += 1
-    answer.num_thoughts += bool(delta.reasoning)
+    answer.num_tokens += delta.tokens
+    answer.num_thoughts += delta.tokens if delta.reasoning else 0
     if delta.drafted:
         answer.drafted.add(delta.drafted, len(answer.message.text))
     answer.session.append(answer.message, delta.text, delta.reasoning)

@@ -26,6 +26,7 @@ class Delta:
     text: str = ""
     reasoning: str = ""
     drafted: tuple[tuple[int, int], ...] = ()  # spans of `text` from accepted draft tokens: begin, end
+    tokens: int = 1
     calling: str = ""  # the tool whose call is being written
 
 
@@ -70,7 +71,7 @@ class AnswerStream:
         self.chunks = 0
         self._started = started
         self._first = self._last = 0.0
-        self._deltas = 0
+        self._num_tokens = 0  # as far as they can be counted
         self._usage: dict[str, Any] = {}
         self._own: dict[str, Any] = {}
         self._calls = CallParts()
@@ -100,9 +101,10 @@ class AnswerStream:
             return Delta(calling=self._calls.name) if self._calls.name and not reason else None
         self._last = time.perf_counter()
         self._first = self._first or self._last
-        self._deltas += 1
+        num_tokens = max(whole(own.get("tokens")) or 1, 1)
+        self._num_tokens += num_tokens
         self.begun = True
-        return Delta(text, reasoning, _spans(own, len(text)))
+        return Delta(text, reasoning, _spans(own, len(text)), num_tokens)
 
     def rest(self) -> Delta | None:
         """Return the text that was held because it might have become a tag."""
@@ -140,7 +142,7 @@ class AnswerStream:
         )
 
     def _speed(self, completion_tokens: int | None) -> float | None:
-        count, seconds = (completion_tokens or self._deltas) - 1, self._last - self._first
+        count, seconds = (completion_tokens or self._num_tokens) - 1, self._last - self._first
         return count / seconds if count > 0 and seconds > 0 else None
 
 

@@ -395,7 +395,7 @@ class Engine:
             self._deliver([replace(event, finish_reason=reason)])
 
     def _deliver(self, events: list[Event]) -> None:
-        """Post events to their event loops, and wake each loop once."""
+        """Post events to their readers, and wake each event loop once, if a reader may be woken now."""
         now = time.perf_counter()
         posts: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, Event]]] = {}
         for event in events:
@@ -412,10 +412,11 @@ class Engine:
                 event = replace(event, stats=stats)
                 with self._lock:
                     del self._open[event.seq_id]
-            posts.setdefault(request.mailbox.loop, []).append((request.mailbox, event))
+            if request.mailbox.post(event):
+                posts.setdefault(request.mailbox.loop, []).append((request.mailbox, event))
         for loop, mail in posts.items():
             try:
-                loop.call_soon_threadsafe(_post_all, mail)
+                loop.call_soon_threadsafe(_notice_all, mail)
             except RuntimeError:  # the loop is closed, and with it the clients of its requests
                 for _, event in mail:
                     self._inbox.put(functools.partial(self._cancel, event.seq_id, "abort"))
@@ -441,6 +442,6 @@ def _by_save(ops: Seq[Op]) -> Iterator[tuple[Op, ...]]:
         yield tuple(ops[start:end])
 
 
-def _post_all(mail: list[tuple[Mailbox, Event]]) -> None:
+def _notice_all(mail: list[tuple[Mailbox, Event]]) -> None:
     for mailbox, event in mail:
-        mailbox.post(event)
+        mailbox.notice(event)

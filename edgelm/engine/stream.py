@@ -12,14 +12,15 @@ from collections.abc import Callable
 
 from edgelm.engine.core import Event, FinishReason, Stats
 
-MIN_GAP_S = 1 / 30  # between two times at which the reader of a stream is woken
+MIN_GAP_S = 1 / 20  # between two times at which the reader of a stream is woken
 
 
 class Mailbox:
-    """A queue of events for one request; every method runs in the thread of `loop`, and so does `on_end`.
+    """A queue of events for one request. Events are posted on any thread; `on_end` runs in that of `loop`.
 
     Its reader is woken at once for the first and the last event, and at most every MIN_GAP_S in between: a small model
-    decodes faster than anybody reads, and what is done for each wake-up takes cores from its next steps.
+    decodes faster than anybody reads, and what is done for each wake-up, by four processes, takes cores from its next
+    steps. In between the loop sleeps, too.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_end: Callable[[Event], None] | None = None) -> None:
@@ -27,17 +28,22 @@ class Mailbox:
         self._on_end = on_end
         self._events: deque[Event] = deque()
         self._arrived = asyncio.Event()
-        self._wake_at = 0.0  # not before
-        self._waking: asyncio.TimerHandle | None = None
+        self._gap: asyncio.TimerHandle | None = None  # until the reader may be woken again
 
-    def post(self, event: Event) -> None:
+    def post(self, event: Event) -> bool:
+        """Queue an event; return whether the loop has to `notice` it: it will not look for it by itself."""
         self._events.append(event)
-        if event.finish_reason or self.loop.time() >= self._wake_at:
+        return self._gap is None or event.finish_reason is not None or self.loop.is_closed()
+
+    def notice(self, event: Event) -> None:
+        """Wake the reader for an event that was posted. For the thread of the loop, as the rest."""
+        if event.finish_reason:
+            self._end_gap()
+            self._arrived.set()
+            if self._on_end:
+                self._on_end(event)
+        elif self._gap is None:
             self._wake()
-        elif self._waking is None:
-            self._waking = self.loop.call_at(self._wake_at, self._wake)
-        if event.finish_reason and self._on_end:
-            self._on_end(event)
 
     async def take(self) -> Event:
         while not self._events:
@@ -46,11 +52,18 @@ class Mailbox:
         return self._events.popleft()
 
     def _wake(self) -> None:
-        if self._waking is not None:
-            self._waking.cancel()
-            self._waking = None
-        self._wake_at = self.loop.time() + MIN_GAP_S
         self._arrived.set()
+        self._gap = self.loop.call_later(MIN_GAP_S, self._look)
+
+    def _look(self) -> None:
+        self._end_gap()  # before the look: what is posted from now on is noticed
+        if self._events and not self._events[-1].finish_reason:
+            self._wake()
+
+    def _end_gap(self) -> None:
+        if self._gap is not None:
+            self._gap.cancel()
+            self._gap = None
 
 
 class Stream:

@@ -57,6 +57,7 @@ LEAST_DECODED = 100  # a model may end its answer before
 CONTEXT = 4096
 LIMIT_S = 180.0
 TITLE_S = 5.0
+LOOK_S = 0.5  # between two looks into the database of a chat whose screen does not say that it is ready
 SETTLE_S = 0.15  # behind SIGCONT
 LLAMA_PORT = 18_690
 ASK = "Write a very long story. It has many chapters. It is about"
@@ -287,9 +288,12 @@ class ChatSide:
         return Answer(stats["prompt_tokens"], count, first_s, (count - 1) / stats["tokens_per_second"])
 
     def _wait(self, query: str) -> list[tuple[Any, ...]]:
+        """Return rows as soon as there are any. A look takes the cores on which the model decodes: few are taken."""
         deadline = time.monotonic() + LIMIT_S
         while not (rows := self._rows(query)):
-            self._pass(0.02)
+            self.terminal.output, until = b"", time.monotonic() + LOOK_S
+            while b"ready" not in self.terminal.output and time.monotonic() < until:
+                self._pass(0.02)
             if time.monotonic() > deadline or self.terminal.process.poll() is not None:
                 raise DoorError("the chat does not answer")
         return rows

@@ -30,6 +30,7 @@ from edgelm.base.workers.wire import encode
 from edgelm.client.addresses import is_loopback, is_same_server, normalize_address
 from edgelm.client.answer_stream import (
     AnswerStats,
+    AnswerStream,
     Delta,
     Finished,
     _spans,
@@ -733,3 +734,10 @@ async def test_a_front_here_may_send_what_is_written_elsewhere(
     link.models = models  # type: ignore[method-assign]
     assert await link.destination("big") == where
     assert await link.destination("small") == (endpoint or "")
+
+
+def test_the_tokens_of_a_chunk_are_counted() -> None:
+    reading = AnswerStream(0.0)
+    several = reading.take({"choices": [{"delta": {"content": "one two"}}], "edgelm": {"tokens": 3}})
+    assert several == Delta("one two", tokens=3)
+    assert reading.take({"choices": [{"delta": {"content": " "}}], "edgelm": {"tokens": -1}}) == Delta(" ")

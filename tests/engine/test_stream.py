@@ -39,7 +39,9 @@ def wake_ups(*posts: tuple[float, FinishReason | None]) -> list[list[int]]:
         for number, (at, reason) in enumerate(posts):
             loop.now = 100 + at
             await run_turns()  # timers that are due
-            mailbox.post(Event(number, finish_reason=reason))
+            event = Event(number, finish_reason=reason)
+            if mailbox.post(event):
+                mailbox.notice(event)
             await run_turns()
         await reading
 
@@ -61,3 +63,31 @@ def test_a_fast_model_wakes_its_reader_for_several_tokens() -> None:
 
 def test_what_waits_is_delivered_without_another_token() -> None:
     assert wake_ups((0, None), (MIN_GAP_S / 2, None), (10, "stop")) == [[0], [1], [2]]
+
+
+def test_the_loop_sleeps_until_the_reader_may_be_woken() -> None:
+    with closing(StillLoop()) as loop:
+        mailbox = Mailbox(loop)
+        first = Event(0)
+        assert mailbox.post(first)
+        mailbox.notice(first)
+        assert not mailbox.post(Event(0))
+        assert mailbox.post(Event(0, finish_reason="stop"))
+
+
+def test_an_event_that_is_posted_while_the_loop_looks_is_not_left() -> None:
+    was_noticed = []
+
+    class Posting(Mailbox):
+        """Its engine posts an event at the moment from which on the loop looks no more."""
+
+        def _end_gap(self) -> None:
+            super()._end_gap()
+            was_noticed.append(self.post(Event(1)))
+
+    with closing(StillLoop()) as loop:
+        mailbox = Posting(loop)
+        mailbox.notice(Event(0))
+        loop.now += MIN_GAP_S
+        loop.run_until_complete(asyncio.sleep(0))
+    assert was_noticed == [True]

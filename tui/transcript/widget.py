@@ -8,6 +8,7 @@ Rows are drawn when they come into view, then kept; streamed text redraws only i
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -57,7 +58,7 @@ WELCOME = """{help} shows every key, / every command.
 {search} searches all chats, {model} chooses a model.
 Esc stops an answer; all is saved as it is written."""
 WELCOME_KEYS = {"help": "F1", "search": "Ctrl+F", "model": "Ctrl+O"}
-FRAME_S = 1 / 12  # a reader sees no difference, and the model on the same cores decodes meanwhile
+FRAME_S = 0.1  # a reader sees no difference, and the model on the same cores decodes meanwhile
 MAX_SHARE = 0.1  # of the time, for drawing while text streams
 MEASURE_SLICE_S = 0.004
 MEASURE_DELAY_S = 0.05
@@ -126,9 +127,9 @@ class Transcript(ScrollView, can_focus=True):
         self._arranging = False
         self._begun: int | None = None  # id of the quotation that is shown from its top
         self.selected: int | None = None  # id of the message that keys act on
-        self._frame: Timer | None = None
+        self._has_frame = False  # that will be drawn
         self._grow: Callable[[], None] = _nothing  # takes what has come for the next frame
-        self._frame_cost_s = 0.0
+        self._drawn_at = self._frame_cost_s = 0.0  # of the last frame
         self._measuring: Timer | None = None
         self._measured = False  # since the last arrangement
         self._arranged_at = self._released_at = 0.0
@@ -197,9 +198,11 @@ class Transcript(ScrollView, can_focus=True):
         """Draw changes at the next frame, after `grow`: text arrives faster than a screen can show it."""
         if grow is not None:
             self._grow = grow
-        if self._frame is None:
-            wait = max(FRAME_S, self._frame_cost_s / MAX_SHARE)
-            self._frame = self.set_timer(wait, self._draw_frame)
+        if not self._has_frame:
+            self._has_frame = True
+            due = self._drawn_at + max(FRAME_S, self._frame_cost_s / MAX_SHARE)
+            # A timer of Textual is a task and an event each time.
+            asyncio.get_running_loop().call_later(due - time.perf_counter(), self.call_later, self._draw_frame)
 
     def follow(self) -> None:
         """Scroll to the end and follow it."""
@@ -265,8 +268,8 @@ class Transcript(ScrollView, can_focus=True):
             event.prevent_default()
 
     def _draw_frame(self) -> None:
-        self._frame = None
-        started = time.perf_counter()
+        self._has_frame = False
+        started = self._drawn_at = time.perf_counter()
         grow, self._grow = self._grow, _nothing
         grow()
         self._arrange()

@@ -66,6 +66,8 @@ class ChatReply:
             if drafted:
                 chunk["edgelm"] = {"drafted": drafted}
             chunks.append(chunk)
+        if len(delta.sampled) > 1:  # a client that shows the speed counts tokens
+            chunks[0]["edgelm"] = {"tokens": len(delta.sampled)} | chunks[0].get("edgelm", {})
         chunks[0]["choices"][0]["logprobs"] = logprobs
         if delta.reason:
             self._last[delta.choice] = delta
