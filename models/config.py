@@ -37,15 +37,16 @@ ACTIVATIONS: Mapping[str, GateKind] = {
 }
 # keys that change the result and are not supported, with the values that have no effect
 UNSUPPORTED_GGUF_KEYS: Mapping[str, tuple[object, ...]] = {
-    "logit_scale": (0, 1),
-    "residual_scale": (0, 1),
-    "embedding_scale": (0, 1),
     "attention.clamp_kqv": (0,),
     "attention.max_alibi_bias": (0,),
-    "attention.temperature_scale": (0,),
     "expert_shared_count": (0,),
     "expert_group_count": (0, 1),
     "expert_weights_scale": (0, 1),
+}
+# the same for families whose row does not have them
+SCALES: Mapping[str, tuple[object, ...]] = {"logit_scale": (0, 1), "residual_scale": (0, 1), "embedding_scale": (0, 1)}
+TEMPERATURE: Mapping[str, tuple[object, ...]] = {
+    "attention.temperature_scale": (0,),
     "rope.scaling.yarn_log_multiplier": (0,),
 }
 UNSUPPORTED_FOLDER_KEYS: Mapping[str, tuple[object, ...]] = {
@@ -101,9 +102,23 @@ class ModelConfig:
     attention_softcap: float  # 0: none
     final_softcap: float  # 0: none
     embedding_scale: float
+    residual_scale: float  # of a block's result, before it is added to the residual stream
+    logit_divisor: float
     context: int
     experts: ExpertConfig | None
     tied: bool | None  # the output matrix is the embedding; None: not stated, so it is if the file has no other
+
+    # The decoder's residual stream is the family's over `residual_scale`: then blocks need not scale their results.
+
+    @property
+    def stream_scale(self) -> float:
+        """The factor of an embedding that enters the decoder's residual stream."""
+        return self.embedding_scale / self.residual_scale
+
+    @property
+    def stream_eps(self) -> float:
+        """The epsilon by which a norm of the decoder's residual stream is that of the family's."""
+        return self.norm_eps / self.residual_scale**2
 
 
 def read_config(metadata: Mapping[str, Any]) -> ModelConfig:
@@ -161,16 +176,19 @@ def _read_gguf(metadata: Mapping[str, Any]) -> ModelConfig:
         raise _unknown(architecture)
     values = Values(metadata, "the model's metadata", prefix=f"{architecture}.")
     _refuse_unsupported(values, UNSUPPORTED_GGUF_KEYS)
+    _refuse_unsupported(values, {} if family.scaled else SCALES)
+    _refuse_unsupported(values, {} if family.temperature else TEMPERATURE)
     shape = gguf_shape(values)
     num_heads, num_kv_heads, head_dim = _heads(shape)
     experts = _experts(family, gguf_experts(values, shape.num_layers), family.normalised)
     rope_dim = values.integer("rope.dimension_count", default=head_dim)
     rope = gguf_rope(values, family, rope_dim, shape.context)
     local_rope = gguf_local_rope(values, family, rope)
+    rotates = not (family.scaled and values.get("rope.scaling.finetuned") is False)  # Granite's sign for no rotation
     layers = [
         LayerConfig(
             window=window,
-            rope=(local_rope if window else rope) if _rotates(i, family.rope_every) else None,
+            rope=(local_rope if window else rope) if rotates and _rotates(i, family.rope_every) else None,
             sparse=experts is not None,
         )
         for i, window in enumerate(_gguf_windows(values, family, shape.num_layers))
@@ -189,7 +207,9 @@ def _read_gguf(metadata: Mapping[str, Any]) -> ModelConfig:
         attention_scale=_gguf_attention_scale(values, family, shape, num_heads),
         attention_softcap=values.number("attn_logit_softcapping", default=50.0 if family.gguf == "gemma2" else 0.0),
         final_softcap=values.number("final_logit_softcapping", default=30.0 if family.gguf == "gemma2" else 0.0),
-        embedding_scale=math.sqrt(shape.hidden_size) if family.scaled_embedding else 1.0,
+        embedding_scale=values.number("embedding_scale", default=0.0) or _embedding_scale(family, shape),
+        residual_scale=values.number("residual_scale", default=0.0) or 1.0,
+        logit_divisor=values.number("logit_scale", default=0.0) or 1.0,
         context=values.integer("context_length"),
         experts=experts,
         tied=None,
@@ -252,14 +272,22 @@ def _read_folder(config: Mapping[str, Any]) -> ModelConfig:
         norm_eps=values.number("rms_norm_eps", default=1e-6),
         norm_offset=family.norm_offset,
         gate=_folder_gate(values, family),
-        attention_scale=max(values.number("query_pre_attn_scalar", default=head_dim), 0.5) ** -0.5,
+        attention_scale=_folder_attention_scale(values, family, head_dim),
         attention_softcap=values.number("attn_logit_softcapping", default=0.0),
         final_softcap=values.number("final_logit_softcapping", default=0.0),
-        embedding_scale=math.sqrt(shape.hidden_size) if family.scaled_embedding else 1.0,
+        embedding_scale=values.number("embedding_multiplier") if family.scaled else _embedding_scale(family, shape),
+        residual_scale=values.number("residual_multiplier") if family.scaled else 1.0,
+        logit_divisor=values.number("logits_scaling") if family.scaled else 1.0,
         context=context,
         experts=experts,
         tied=bool(values.get("tie_word_embeddings")),
     )
+
+
+def _folder_attention_scale(values: Values, family: Family, head_dim: int) -> float:
+    if family.scaled:
+        return values.number("attention_multiplier")
+    return float(max(values.number("query_pre_attn_scalar", default=head_dim), 0.5) ** -0.5)
 
 
 def _folder_gate(values: Values, family: Family) -> Gate:
@@ -310,6 +338,10 @@ def _folder_windows(values: Values, family: Family, rotated: Sequence[bool]) -> 
 # -- both --------------------------------------------------------------------------------------------------------------
 
 
+def _embedding_scale(family: Family, shape: Shape) -> float:
+    return math.sqrt(shape.hidden_size) if family.scaled_embedding else 1.0
+
+
 def _heads(shape: Shape) -> tuple[int, int, int]:
     """Return the numbers of heads and key-value heads, and the size of a head."""
     if shape.key_len != shape.value_len:
@@ -351,10 +383,11 @@ def _require_possible(config: ModelConfig) -> None:
         and config.num_heads % config.num_kv_heads == 0
         and 0 < config.norm_eps < 1
         and config.context > 0
-        and config.attention_scale > 0
+        and min(config.attention_scale, config.embedding_scale, config.residual_scale, config.logit_divisor) > 0
         and all(0 < rope.dim <= config.head_dim and rope.dim % 2 == 0 for rope in ropes)
         and all(rope.theta > 1 and rope.factor > 0 and rope.original_context >= 0 for rope in ropes)
-        and all(rope.beta_fast > 0 and rope.beta_slow > 0 for rope in ropes)
+        and all(rope.beta_fast > 0 and rope.beta_slow > 0 and rope.scale > 0 for rope in ropes)
+        and all(rope.temperature == 0 or (rope.temperature > 0 and rope.original_context > 0) for rope in ropes)
         and all(rope.kind in CONTEXT_FREE_ROPES or (rope.original_context > 0 and rope.dim > 2) for rope in ropes)
         and all(len(factors) in (0, rope.dim // 2) for rope in ropes for factors in (rope.divisors, rope.long_divisors))
         and (experts is None or 0 < experts.used <= experts.count)

@@ -166,11 +166,7 @@ class Decoder:
     def _blocks(self, ids: Tensor, batch: Batch, caches: Sequence[LayerCache], last: Tensor | None = None) -> Stream:
         """Return the stream behind the last layer."""
         residual = embedding(
-            ids,
-            self.weights.embedding,
-            scale=self.config.embedding_scale,
-            last=last,
-            implementation=self.implementation,
+            ids, self.weights.embedding, scale=self.config.stream_scale, last=last, implementation=self.implementation
         )
         stream = Stream(residual, self._first_norm)
         stream = stream._replace(x=self._normed(stream, self.dtype))

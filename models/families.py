@@ -116,6 +116,8 @@ class Family:
     post_norms: bool = False  # RMSNorm of the results of attention and feed-forward, before they are added
     sinks: bool = False
     scaled_embedding: bool = False  # by sqrt(hidden size)
+    scaled: bool = False  # the configuration has factors of embedding, residual, attention and logits
+    temperature: bool = False  # queries grow with their position, as the configuration says
     norm_offset: float = 0.0  # added to norm weights of safetensors; in a GGUF the weights include it
     gguf_interleaved: bool = False  # the rows of q and k are permuted in a GGUF, for pairs (2i, 2i + 1)
     window_every: int = 0  # every n-th layer has no window; 0: every layer has one
@@ -137,7 +139,9 @@ GEMMA_FOLDER = replace(
 
 FAMILIES = (
     Family(name="Llama", gguf="llama", folder=("llama",), gguf_interleaved=True),
-    Family(name="Mistral", gguf="", folder=("mistral",)),  # a GGUF says "llama"
+    Family(name="Mistral", gguf="", folder=("mistral", "mistral3")),  # a GGUF says "llama"
+    Family(name="Ministral 3", gguf="mistral3", folder=("ministral3",), gguf_interleaved=True, temperature=True),
+    Family(name="Granite", gguf="granite", folder=("granite",), gguf_interleaved=True, scaled=True),
     Family(
         name="Mixtral",
         gguf="",  # a GGUF says "llama"

@@ -47,6 +47,7 @@ class RopeConfig:
     scale: float = 1.0  # of sine and cosine; not 1 only for yarn and longrope
     divisors: tuple[float, ...] = ()  # of the frequencies, given in the file instead of a formula
     long_divisors: tuple[float, ...] = ()  # longrope: used instead if the context is longer than the original one
+    temperature: float = 0.0  # queries beyond the original context grow by it times a logarithm (Llama 4)
 
 
 def gguf_rope(values: Values, family: Family, dim: int, context: int) -> RopeConfig:
@@ -56,6 +57,7 @@ def gguf_rope(values: Values, family: Family, dim: int, context: int) -> RopeCon
     attention = values.number("rope.scaling.attn_factor", default=1.0)
     if kind == "yarn":
         attention *= values.number("rope.scaling.yarn_attn_factor", default=yarn_scale(factor))
+        attention /= yarn_scale(factor, values.number("rope.scaling.yarn_log_multiplier", default=0.0))
     return RopeConfig(
         kind=kind,
         theta=values.number("rope.freq_base", default=10_000.0),
@@ -66,6 +68,7 @@ def gguf_rope(values: Values, family: Family, dim: int, context: int) -> RopeCon
         beta_fast=values.number("rope.scaling.yarn_beta_fast", default=0.0) or 32.0,
         beta_slow=values.number("rope.scaling.yarn_beta_slow", default=0.0) or 1.0,
         scale=attention,
+        temperature=values.number("attention.temperature_scale", default=0.0),
     )
 
 
@@ -124,6 +127,7 @@ def _stretched(rope: Values, values: Values, head_dim: int, context: int) -> Rop
         scale=_folder_scale(rope, kind, factor, original),
         divisors=short,
         long_divisors=rope.positive_numbers("long_factor"),
+        temperature=rope.number("llama_4_scaling_beta", default=0.0),
     )
 
 

@@ -59,6 +59,12 @@ QWEN = {
     "sliding_window": 4096,
 }
 QWEN_2_AND_3 = {**QWEN, "num_key_value_heads": 32, "max_window_layers": 28}
+MISTRAL = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+    "max_position_embeddings": 131_072,
+}
 # by model_type: what a config.json may omit, and the value that transformers then takes
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "bert": {
@@ -70,11 +76,33 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 512,
     },
     "llama": {"num_attention_heads": 32},
-    "mistral": {
+    "mistral": MISTRAL,
+    "mistral3": MISTRAL,  # of a text_config without a model_type
+    "ministral3": {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
-        "sliding_window": 4096,
-        "max_position_embeddings": 131_072,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 262_144,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16_384,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "granite": {
+        "num_attention_heads": 32,
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "max_position_embeddings": 2048,
     },
     "mixtral": {
         "num_attention_heads": 32,

@@ -4,6 +4,7 @@ Owns the op's signature and the choice of its implementation. Knows nothing of m
 owns the layout that it writes, kernels/rope.py the angles.
 
     q = rope(norm(q)),  k = rope(norm(k)),  cache[slot] = k, v        the norms and the rotation are optional
+    q = q * growth[position // span]                                  where the rope has it
 
 The arithmetic is float32 from the given q, k and v; nothing is rounded to 16 bits in between.
 """

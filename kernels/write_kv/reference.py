@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from edgelm.kernels.cache import BLOCK_LEN, LayerCache, order, quantize
-from edgelm.kernels.rope import Rope, apply_rope
+from edgelm.kernels.rope import Rope, apply_rope, growth_at
 
 
 def write_kv(
@@ -24,6 +24,8 @@ def write_kv(
 ) -> Tensor:
     """See the package's function of this name."""
     queries, keys = _rotated(q, q_norm, eps, positions, rope), _rotated(k, k_norm, eps, positions, rope)
+    if rope is not None and rope.growth is not None:
+        queries = queries * growth_at(rope, positions)[:, None, None]
     written = slot_mapping >= 0
     _write_entries(cache, slot_mapping[written], keys[written], v[written].float())
     return queries.to(out_dtype)

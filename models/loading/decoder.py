@@ -55,10 +55,7 @@ def load(
     loaded = {i: loader.layer(i) for i in dict.fromkeys(chosen)}
     embedding, output = loader.ends()
     weights = Weights(
-        embedding=embedding,
-        layers=tuple(loaded[i] for i in chosen),
-        norm=loader.norm(config.names.final_norm),
-        output=output,
+        embedding=embedding, layers=tuple(loaded[i] for i in chosen), norm=loader.final_norm(), output=output
     )
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)  # from here on, kernels may read weights before earlier kernels end
@@ -189,7 +186,13 @@ class _Loader:
         return False
 
     def norm(self, name: str, i: int = 0) -> Norm:
-        return Norm(self._norm_weight(name, i, self._config.hidden_size), self._config.norm_eps)
+        return Norm(self._norm_weight(name, i, self._config.hidden_size), self._config.stream_eps)
+
+    def final_norm(self) -> Norm:
+        """Return the norm before the output matrix, with the divisor of the logits in it."""
+        weight, eps = self.norm(self._names.final_norm)
+        divisor = self._config.logit_divisor
+        return Norm(weight if divisor == 1 else weight / divisor, eps)
 
     def require_all_used(self) -> None:
         """Raise ModelError where a layer has an unused tensor: the model has an operation that is not known here."""

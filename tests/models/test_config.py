@@ -16,7 +16,7 @@ from edgelm.models.families import FAMILIES
 from tests.counts import Count
 from tests.models.tiny_models import MODELS, SIZES
 
-TYPES = sorted({model_type for family in FAMILIES for model_type in family.folder} - {"gemma3"})
+TYPES = sorted({model_type for family in FAMILIES for model_type in family.folder} - {"gemma3", "mistral3"})
 GGUF = {
     "general.architecture": "llama",
     "llama.embedding_length": 64,
@@ -94,6 +94,15 @@ def test_the_two_rotations_of_gemma_3() -> None:
     assert [(layer.rope.theta, layer.rope.factor) for layer in layers if layer.rope] == [(1e4, 1.0)] * 5 + [(1e6, 8.0)]
 
 
+def test_a_granite_without_positions() -> None:
+    assert [layer.rope for layer in read_config(gguf("granite", **{"rope.scaling.finetuned": False})).layers] == [
+        None
+    ] * 2
+    rotated = read_config(gguf("granite", **{"rope.scaling.finetuned": True}))
+    assert rotated == read_config(gguf("granite"))
+    assert all(layer.rope for layer in rotated.layers)
+
+
 def test_attention_scale_of_the_largest_gemma() -> None:
     keys = {"attention.key_length": 128, "attention.value_length": 128, "embedding_length": 4608}
     keys |= {"attention.head_count": 32}
@@ -108,6 +117,10 @@ def test_attention_scale_of_the_largest_gemma() -> None:
         ({"architectures": ["What"]}, "does not support the architecture None"),
         (gguf("bloom"), "does not support the architecture 'bloom'"),
         (gguf("llama", **{"attention.head_count": [4, 8]}), "layers that differ in their number of heads"),
+        (gguf("llama", residual_scale=0.22), "models with residual_scale = 0.22 are not supported"),
+        (gguf("granite", **{"attention.temperature_scale": 0.1}), "models with attention.temperature_scale = 0.1"),
+        (gguf("mistral3", logit_scale=8.0), "models with logit_scale = 8.0 are not supported"),
+        (gguf("granite", residual_scale=-1.0), "sizes in the model's configuration cannot be true"),
         (gguf("llama", expert_shared_count=1), "models with expert_shared_count = 1 are not supported"),
         (gguf("llama", **{"attention.value_length": 8}), "heads whose keys and values differ in size"),
         (gguf("llama", **{"attention.key_length": 12, "attention.value_length": 12}), "heads of 12 numbers"),
@@ -145,13 +158,14 @@ ODD = st.one_of(
     st.just({"rope_type": "yarn", "factor": 0}),
     st.just({"rope_type": "longrope", "original_max_position_embeddings": 1, "short_factor": [0]}),
     st.just({"full_attention": {"rope_type": []}}),
+    st.just({"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": -1}),
 )
 KEYS = (
     "head_dim num_key_value_heads num_hidden_layers hidden_size num_attention_heads rope_parameters rope_scaling "
     "rope_theta sliding_window layer_types use_sliding_window max_window_layers sliding_window_pattern rms_norm_eps "
     "hidden_act query_pre_attn_scalar num_experts num_local_experts num_experts_per_tok mlp_only_layers model_type "
     "decoder_sparse_step no_rope_layers partial_rotary_factor original_max_position_embeddings text_config "
-    "max_position_embeddings"
+    "max_position_embeddings embedding_multiplier residual_multiplier attention_multiplier logits_scaling"
 ).split()
 
 
@@ -170,7 +184,8 @@ GGUF_KEYS = (
     "attention.sliding_window attention.sliding_window_pattern rope.scaling.type rope.scaling.factor rope.freq_base "
     "rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow "
     "rope.dimension_count rope.scaling.original_context_length expert_count expert_used_count attention.scale "
-    "attn_logit_softcapping attention.layer_norm_rms_epsilon logit_scale"
+    "attn_logit_softcapping attention.layer_norm_rms_epsilon logit_scale residual_scale embedding_scale "
+    "attention.temperature_scale rope.scaling.yarn_log_multiplier rope.scaling.finetuned"
 ).split()
 
 

@@ -48,6 +48,10 @@ OTHERS: dict[str, Any] = {
     "final_logit_softcapping": 7.0,
     "attn_logit_softcapping": 8.0,
     "swiglu_limit": 3.0,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.25,
+    "attention_multiplier": 0.125,
+    "logits_scaling": 8.0,
 }
 OLD_OF_GEMMA_3 = ("sliding_window_pattern", "rope_local_base_freq")
 OLD = (
@@ -133,8 +137,11 @@ def test_a_bert_has_the_defaults_of_its_class() -> None:
 
 
 def test_the_table_has_no_family_that_is_not_compared() -> None:
-    assert set(DEFAULTS) - {"bert", "gemma3"} <= set(TYPES)  # gemma3's decoder is gemma3_text
+    assert set(DEFAULTS) - {"bert", "gemma3", "mistral3"} <= set(
+        TYPES
+    )  # the decoders of the two are gemma3_text and mistral
     assert DEFAULTS["gemma3"] == DEFAULTS["gemma3_text"]
+    assert DEFAULTS["mistral3"] == DEFAULTS["mistral"]
 
 
 def test_another_sharpness_of_the_gate_is_refused() -> None:

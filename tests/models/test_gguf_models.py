@@ -46,6 +46,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama2": {},
     "llama3": {"rope_parameters": LLAMA3, "mlp_bias": False},
     "tied": {},
+    "ministral3": {},
+    "granite": {},
     "mixtral": {},
     "smollm3": {},
     "qwen2": {"use_sliding_window": False},

@@ -21,6 +21,8 @@ from torch import Tensor
 
 ARCHITECTURES = {
     "llama": "llama",
+    "ministral3": "mistral3",
+    "granite": "granite",
     "mixtral": "llama",
     "smollm3": "smollm3",
     "qwen2": "qwen2",
@@ -134,6 +136,11 @@ def _write_keys(writer: GGUFWriter, config: Any) -> None:
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.model_type == "granite":
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     _write_rope(writer, config, head_dim)
 
 
@@ -154,6 +161,9 @@ def _write_rope(writer: GGUFWriter, config: Any, head_dim: int) -> None:
     if kind == "yarn":
         writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast", 32.0))
         writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow", 1.0))
+        if "llama_4_scaling_beta" in rope:
+            writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+            writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if kind == "longrope":
         original = rope["original_max_position_embeddings"]
         stretch = config.max_position_embeddings / original
@@ -182,7 +192,7 @@ def _tensors(model: Any, *, in_place: bool = False) -> Iterator[tuple[str, Tenso
         base, suffix = rest.rsplit(".", 1)
         if gemma and base.endswith("norm") and not in_place:
             tensor = tensor + 1
-        if not in_place and ARCHITECTURES[config.model_type] in ("llama", "smollm3"):
+        if not in_place and ARCHITECTURES[config.model_type] in ("llama", "smollm3", "mistral3", "granite"):
             if base == "self_attn.q_proj":
                 tensor = permuted(tensor, config.num_attention_heads)
             elif base == "self_attn.k_proj":

@@ -52,6 +52,17 @@ YARN = {
     "truncate": False,
     "original_max_position_embeddings": 32,
 }
+GROWING = {  # the factor of the scale is 1, and queries grow after 16 positions
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.4,
+}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,
@@ -67,6 +78,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("llama", {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}),
     "tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "mistral": ("mistral", {"sliding_window": WINDOW}),
+    "ministral3": ("ministral3", {"rope_parameters": GROWING}),
+    "granite": (
+        "granite",
+        {
+            "tie_word_embeddings": True,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.125,
+            "logits_scaling": 10.0,
+            "rms_norm_eps": 1e-3,
+        },
+    ),
     "mixtral": ("mixtral", {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 3}),
     "smollm3": ("smollm3", {"num_hidden_layers": 4}),
     "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1, "head_dim": 16}),

@@ -63,6 +63,11 @@ def write_model_keys(writer: GGUFWriter, config: ModelConfig, layout: Layout, ab
         writer.add_attn_logit_softcapping(config.attention_softcap)
     if config.final_softcap:
         writer.add_final_logit_softcapping(config.final_softcap)
+    if target_family(config).scaled:
+        writer.add_embedding_scale(config.embedding_scale)
+        writer.add_residual_scale(config.residual_scale)
+        writer.add_attention_scale(config.attention_scale)
+        writer.add_logit_scale(config.logit_divisor)
     if config.experts:
         writer.add_expert_count(config.experts.count)
         writer.add_expert_used_count(config.experts.used)
@@ -122,8 +127,11 @@ def _refusals(config: ModelConfig) -> Iterator[str]:
     divisor = config.head_dim
     if GEMMA_27B_LAYERS.get(family.gguf) == len(config.layers):
         divisor = config.hidden_size // config.num_heads
-    if abs(config.attention_scale * divisor**0.5 - 1) > 1e-6:
+    if not family.scaled and abs(config.attention_scale * divisor**0.5 - 1) > 1e-6:
         yield f"it divides by the root of {config.attention_scale**-2:g} in attention, and there it is {divisor}"
+    ropes = [layer.rope for layer in config.layers if layer.rope]
+    if any(rope.temperature for rope in ropes) and not (family.temperature and ropes[0].kind == "yarn"):
+        yield "its queries grow with their position"
     if family.gguf == "gemma2" and not (config.attention_softcap and config.final_softcap):
         yield "it has no soft caps, and there Gemma 2 always has"
 
@@ -169,10 +177,10 @@ def _write_rope(writer: GGUFWriter, config: ModelConfig) -> None:
     local = next((layer.rope for layer in config.layers if layer.window and layer.rope), None)
     if target_family(config).gguf == "gemma3" and local is not None:
         writer.add_rope_freq_base_swa(local.theta)
-    _write_scaling(writer, rope)
+    _write_scaling(writer, rope, temperature=target_family(config).temperature)
 
 
-def _write_scaling(writer: GGUFWriter, rope: RopeConfig) -> None:
+def _write_scaling(writer: GGUFWriter, rope: RopeConfig, *, temperature: bool) -> None:
     match rope.kind:
         case "linear":
             writer.add_rope_scaling_type(RopeScalingType.LINEAR)
@@ -183,7 +191,12 @@ def _write_scaling(writer: GGUFWriter, rope: RopeConfig) -> None:
             writer.add_rope_scaling_orig_ctx_len(rope.original_context)
             writer.add_rope_scaling_yarn_beta_fast(rope.beta_fast)
             writer.add_rope_scaling_yarn_beta_slow(rope.beta_slow)
-            own = rope.scale / yarn_scale(rope.factor)  # llama.cpp multiplies by the usual scale itself
+            usual = yarn_scale(rope.factor)  # llama.cpp multiplies by it itself
+            if temperature:  # and divides by it again, for this family
+                writer.add_rope_scaling_yarn_log_mul(1.0)
+                writer.add_attn_temperature_scale(rope.temperature)
+                usual = 1.0
+            own = rope.scale / usual
             if abs(own - 1) > 1e-6:
                 writer.add_rope_scaling_attn_factors(own)
         case "longrope":

@@ -39,7 +39,7 @@ class Calibration:
         self._device = device
         num, self.length = ids.shape
         self._residuals = torch.stack(
-            [embedding(row, embeddings, scale=config.embedding_scale, implementation=OPS) for row in ids]
+            [embedding(row, embeddings, scale=config.stream_scale, implementation=OPS) for row in ids]
         )
         self._per_batch = max(1, min(num, BATCH_TOKENS // self.length))
         self._batch, self._cache = self._prepared(self._per_batch)

@@ -99,7 +99,7 @@ def decoder(
         attention_scale=head_dim**-0.5,
         attention_softcap=softcap,
         final_softcap=softcap,
-        embedding_scale=1.0,
+        stream_scale=1.0,
         gate=Gate(gate),  # type: ignore[arg-type]  # one of its kinds
     )
     return Decoder(config, weights, torch.bfloat16, "triton")
