@@ -213,6 +213,7 @@ def write_kv_kernel(
     turns_ptr,  # int64 [ROT / 2]
     q_norm_ptr,  # float32 [D]
     k_norm_ptr,
+    v_norm_ptr,
     growth_ptr,  # float32 [spans]: factors of q; None: 1
     keys_ptr,  # the planes of the cache
     values_ptr,
@@ -285,7 +286,9 @@ def write_kv_kernel(
                 head = (tile - Q_TILES - KV_TILES) * ROWS
                 v_ptr += token * v_token + head * v_head
                 left = KV_HEADS - head
-                x = _rotated(v_ptr, v_head, left, None, position, None, eps, rope_scale, D, P, 0, INTERLEAVED, ROWS)
+                x = _rotated(
+                    v_ptr, v_head, left, v_norm_ptr, position, None, eps, rope_scale, D, P, 0, INTERLEAVED, ROWS
+                )
                 if HADAMARD:
                     x = hadamard(x, ROWS, P)
                 plane = slot // 32 * KV_HEADS + head
@@ -331,6 +334,7 @@ def write_kv(
     rope: Rope | None,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
+    v_norm: Tensor | None,
     eps: float,
     out_dtype: torch.dtype,
 ) -> Tensor:
@@ -354,6 +358,7 @@ def write_kv(
         None if rope is None else rope.turns,
         q_norm,
         k_norm,
+        v_norm,
         growth,
         cache.keys,
         values,

@@ -19,6 +19,7 @@ def write_kv(
     rope: Rope | None,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
+    v_norm: Tensor | None,
     eps: float,
     out_dtype: torch.dtype,
 ) -> Tensor:
@@ -27,7 +28,8 @@ def write_kv(
     if rope is not None and rope.growth is not None:
         queries = queries * growth_at(rope, positions)[:, None, None]
     written = slot_mapping >= 0
-    _write_entries(cache, slot_mapping[written], keys[written], v[written].float())
+    values = v.float() if v_norm is None else head_norm(v.float(), v_norm, eps)
+    _write_entries(cache, slot_mapping[written], keys[written], values[written])
     return queries.to(out_dtype)
 
 

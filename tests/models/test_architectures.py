@@ -95,7 +95,7 @@ def test_two_sequences_in_a_batch(name: str, decoders: Any) -> None:
         assert relative_error(got, expected(built(name), ids)) < F32
 
 
-@pytest.mark.parametrize("name", ["ministral3", "granite"])
+@pytest.mark.parametrize("name", ["ministral3", "granite", "gemma4"])
 def test_greedy_text(name: str, folders: Any) -> None:
     """64 tokens, one after the other, are those that transformers finds the most likely."""
     session, ids = Session(decoder_of(folders(name), context=96)), text(8, 12)
@@ -139,7 +139,7 @@ def test_padding_changes_nothing(name: str, decoders: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "per_layer", "ends"),
-    [("llama3", 6, 4), ("qwen3", 6, 4), ("gemma3", 8, 3), ("ministral3", 6, 4), ("granite", 6, 4)],
+    [("llama3", 6, 4), ("qwen3", 6, 4), ("gemma3", 8, 3), ("ministral3", 6, 4), ("granite", 6, 4), ("gemma4", 8, 4)],
 )
 def test_ops_of_a_step(name: str, per_layer: int, ends: int, decoders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each op is one kernel if a step has few rows; with CUDA graphs, a small step costs their number."""
@@ -216,6 +216,7 @@ def test_old_and_new_names_of_the_same_settings(folders: Any) -> None:
         ("gemma3", "gemma3", "model.language_model."),
         ("ministral3", "mistral3", "language_model."),
         ("mistral", "mistral3", "model.language_model."),
+        ("gemma4", "gemma4", "model.language_model."),
     ],
 )
 def test_a_language_model_inside_a_larger_one(name: str, outer: str, prefix: str, folders: Any, tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma": {},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32},
+    "gemma4": {},
     "phi3": {
         "sliding_window": None,
         "max_position_embeddings": 512,

@@ -118,6 +118,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma4": (  # the last layer has longer heads, fewer of keys, and values that are keys
+        "gemma4_text",
+        {
+            "sliding_window": WINDOW,
+            "num_hidden_layers": 6,
+            "global_head_dim": 64,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
     "phi3": (
         "phi3",
         {
@@ -144,7 +156,13 @@ def build(name: str, seed: int = 0, **changes: Any) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, tensor in model.named_parameters():
-            tensor.copy_(_random(key, tensor, generator, centre=0.0 if name.startswith("gemma") else 1.0))
+            offset = name.startswith("gemma") and name != "gemma4"
+            tensor.copy_(_random(key, tensor, generator, centre=0.0 if offset else 1.0))
+            if name == "gemma4" and key.endswith(("q_norm.weight", "k_norm.weight")):
+                tensor.mul_(0.4)  # nothing else scales the logits of attention
+        for key, tensor in model.named_buffers():
+            if key.endswith("layer_scalar"):
+                tensor.copy_(0.5 + torch.rand(tensor.shape, generator=generator))
     return model
 
 
@@ -195,12 +213,12 @@ class Session:
             allocate(
                 FORMATS[self.format],
                 self.num_blocks,
-                config.num_kv_heads,
-                config.head_dim,
+                layer.num_kv_heads,
+                layer.head_dim,
                 self.decoder.device,
                 self.cache_dtype,
             )
-            for _ in config.layers
+            for layer in config.layers
         ]
         order = torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(7))
         self._free = order.tolist()

@@ -54,9 +54,7 @@ def write_model_keys(writer: GGUFWriter, config: ModelConfig, layout: Layout, ab
     writer.add_block_count(len(config.layers))
     writer.add_feed_forward_length(about.inner_size or _inner_size(shapes))
     writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    _write_heads(writer, config)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_vocab_size(shapes["token_embd.weight"][0])
     if config.attention_softcap:
@@ -124,10 +122,10 @@ def _refusals(config: ModelConfig) -> Iterator[str]:
     every = family.rope_every
     if rotated != [not every or (i + 1) % every != 0 for i in range(len(rotated))]:
         yield "other layers than usual do not rotate keys and queries"
-    divisor = config.head_dim
+    divisor = max(layer.head_dim for layer in config.layers)
     if GEMMA_27B_LAYERS.get(family.gguf) == len(config.layers):
         divisor = config.hidden_size // config.num_heads
-    if not family.scaled and abs(config.attention_scale * divisor**0.5 - 1) > 1e-6:
+    if not (family.scaled or family.value_norm) and abs(config.attention_scale * divisor**0.5 - 1) > 1e-6:
         yield f"it divides by the root of {config.attention_scale**-2:g} in attention, and there it is {divisor}"
     ropes = [layer.rope for layer in config.layers if layer.rope]
     if any(rope.temperature for rope in ropes) and not (family.temperature and ropes[0].kind == "yarn"):
@@ -143,6 +141,21 @@ def _write_description(writer: GGUFWriter, layout: Layout, about: Description) -
     writer.add_license(about.licence)
     writer.add_file_type(_file_type(layout))
     writer.add_quantization_version(GGML_QUANT_VERSION)
+
+
+def _write_heads(writer: GGUFWriter, config: ModelConfig) -> None:
+    """Write the sizes of heads: of layers without a window, and Gemma 4's of those with one."""
+    kv_heads = [layer.num_kv_heads for layer in config.layers]
+    writer.add_head_count_kv(kv_heads if len(set(kv_heads)) > 1 else kv_heads[0])
+    lengths = {layer.window > 0: layer.head_dim for layer in config.layers}
+    length = lengths[min(lengths)]
+    writer.add_key_length(length)
+    writer.add_value_length(length)
+    if target_family(config).gguf == "gemma4":
+        writer.add_key_length_swa(lengths.get(True, length))
+        writer.add_value_length_swa(lengths.get(True, length))
+        writer.add_shared_kv_layers(0)
+        writer.add_embedding_length_per_layer_input(0)
 
 
 def _inner_size(shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -164,7 +177,9 @@ def _write_windows(writer: GGUFWriter, config: ModelConfig) -> None:
         return
     writer.add_sliding_window(max(windows))
     every = family.window_every
-    if [window > 0 for window in windows] != [not every or i % every < every - 1 for i in range(len(windows))]:
+    if family.gguf == "gemma4" or [window > 0 for window in windows] != [
+        not every or i % every < every - 1 for i in range(len(windows))
+    ]:
         writer.add_sliding_window_pattern([window > 0 for window in windows])
 
 
@@ -175,8 +190,10 @@ def _write_rope(writer: GGUFWriter, config: ModelConfig) -> None:
     writer.add_rope_freq_base(rope.theta)
     writer.add_rope_dimension_count(rope.dim)
     local = next((layer.rope for layer in config.layers if layer.window and layer.rope), None)
-    if target_family(config).gguf == "gemma3" and local is not None:
+    if target_family(config).gguf in ("gemma3", "gemma4") and local is not None:
         writer.add_rope_freq_base_swa(local.theta)
+    if target_family(config).gguf == "gemma4" and local is not None:
+        writer.add_rope_dimension_count_swa(local.dim)
     _write_scaling(writer, rope, temperature=target_family(config).temperature)
 
 

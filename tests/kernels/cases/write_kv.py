@@ -28,12 +28,13 @@ class Case(NamedTuple):
     tokens: int = 3
     rope: RopeKind = "neox"
     norm: bool = False
+    value_norm: bool = False
     dtype: torch.dtype = torch.float16
 
     @property
     def name(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
-        after = f"{self.rope}{' norm' if self.norm else ''} tokens={self.tokens}"
+        after = f"{self.rope}{' norm' * self.norm}{' of v' * self.value_norm} tokens={self.tokens}"
         return f"{self.format} d={self.head_dim} {self.num_heads}:{self.num_kv_heads} {kind} {after}"
 
     @property
@@ -53,6 +54,7 @@ CASES = [
     *(Case(name, 256, 4, 2, 2, "partial", norm=True) for name in ("fp8", "k6v4")),
     *(Case(name, 32, 2, 1, 3, "neox") for name in ("k8v4", "k6v4")),
     *(Case(name, 16, 2, 1, 3, "interleaved") for name in ("f16", "k6v4")),
+    *(Case(name, 512, 2, 1, 3, "neox", norm=True, value_norm=True) for name in ("f16", "int8", "k6v4")),
     *(Case(name, 64, 3, 1, tokens, "growing") for name, tokens in (("f16", 3), ("k8v4", 70))),
 ]
 
@@ -69,6 +71,7 @@ class Inputs(NamedTuple):
     rope: Rope | None
     q_norm: Tensor | None
     k_norm: Tensor | None
+    v_norm: Tensor | None = None
 
 
 def inputs(case: Case, generator: Generator, device: str = "cpu") -> Inputs:
@@ -96,7 +99,8 @@ def inputs(case: Case, generator: Generator, device: str = "cpu") -> Inputs:
         device,
         torch.float16 if case.dtype == torch.float32 else case.dtype,
     )
-    return Inputs(q, k, v, positions.to(device), slot_mapping.to(device), cache, rope, norms[0], norms[1])
+    v_norm = torch.ones(case.head_dim, device=device) if case.value_norm else None
+    return Inputs(q, k, v, positions.to(device), slot_mapping.to(device), cache, rope, norms[0], norms[1], v_norm)
 
 
 def compile_cases() -> list[CompileCase]:
@@ -112,6 +116,7 @@ def compile_cases() -> list[CompileCase]:
         Case("k6v4", 96, 32, 32, 512, "interleaved"),
         Case("f16", 64, 64, 8, 1, "none", dtype=torch.bfloat16),
         Case("k8v4", 128, 32, 8, 1, "growing"),
+        *(Case(name, 512, 16, 2, 1, norm=True, value_norm=True, dtype=torch.bfloat16) for name in ("f16", "k6v4")),
     ]
     return [_compile_case(case, case in main) for case in dict.fromkeys(main + more)]
 
@@ -134,6 +139,7 @@ def _compile_case(case: Case, main: bool) -> CompileCase:
         "turns_ptr": "*i64",
         "q_norm_ptr": "*fp32",
         "k_norm_ptr": "*fp32",
+        "v_norm_ptr": "*fp32",
         "growth_ptr": "*fp32",
         "keys_ptr": stored[kv_format.key],
         "values_ptr": stored[kv_format.value],
@@ -145,6 +151,7 @@ def _compile_case(case: Case, main: bool) -> CompileCase:
     numbers = {"eps": "fp32", "rope_scale": "fp32", "span": "i32", "last_span": "i32"}
     absent = ["q_norm_ptr", "k_norm_ptr"] if not case.norm else []
     absent += ["turns_ptr"] if case.rope == "none" else []
+    absent += ["v_norm_ptr"] if not case.value_norm else []
     absent += ["growth_ptr"] if case.rope != "growing" else []
     absent += [f"{name}_ptr" for name in ("key_scales", "value_scales", "key_high") if name not in cache.planes]
     fixed = kernels.constants(cache, case.num_heads, case.rotated_dim, case.interleaved, rows)

@@ -31,7 +31,7 @@ from tests.models.test_architectures import decoder_of
 from tests.models.tiny_models import Session, build, mean_relative_error, relative_error, text, write
 
 CPU = torch.device("cpu")
-NUM_FAMILIES = Count(test=4, soak=12)
+NUM_FAMILIES = Count(test=4, soak=13)
 FAMILIES = (
     "llama3",
     "qwen3_moe",
@@ -45,6 +45,7 @@ FAMILIES = (
     "qwen3",
     "smollm3",
     "gemma3",
+    "gemma4",
 )
 Replies = list[Int4Progress | Int4Note]
 
