@@ -29,6 +29,8 @@ class Rope:
     frequencies: Tensor  # float32 [half], radians per position
     scale: float = 1.0  # of the sine and the cosine
     interleaved: bool = False
+    growth: Tensor | None = None  # float32 [spans]: the factor of queries in each span of positions; None: 1
+    span: int = 1  # positions; after the last span, its factor holds
     turns: Tensor = field(init=False)  # int64 [half]: turns per position times 2**64, without whole turns
 
     def __post_init__(self) -> None:
@@ -40,7 +42,8 @@ class Rope:
         return 2 * self.frequencies.shape[0]
 
     def to(self, device: torch.device | str) -> Rope:
-        return replace(self, frequencies=self.frequencies.to(device))
+        growth = None if self.growth is None else self.growth.to(device)
+        return replace(self, frequencies=self.frequencies.to(device), growth=growth)
 
 
 def sine_cosine(rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,6 +63,13 @@ def sine_cosine(rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
     sine = torch.where(quadrant & 2 == 2, -sine, sine)
     cosine = torch.where((quadrant + 1) & 2 == 2, -cosine, cosine)
     return sine * rope.scale, cosine * rope.scale
+
+
+def growth_at(rope: Rope, positions: Tensor) -> Tensor:
+    """Return the factor of queries at `positions` [tokens]: float32 [tokens]."""
+    if rope.growth is None:
+        return torch.ones(positions.shape, device=positions.device)
+    return rope.growth[(positions.long() // rope.span).clamp(max=len(rope.growth) - 1)]
 
 
 def apply_rope(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:

@@ -17,11 +17,12 @@ from edgelm.checkpoints.config_json import (
     decoder_values,
     folder_experts,
     folder_shape,
+    layer_heads,
     read_config_json,
     sliding_window,
 )
 from edgelm.checkpoints.encoder import encoder_config, folder_pooling, is_encoder, other_encoder, other_module
-from edgelm.checkpoints.shape import Experts, Shape, gguf_experts, gguf_shape, gguf_windows
+from edgelm.checkpoints.shape import MAX_HEAD_LEN, Experts, Shape, gguf_experts, gguf_shape, gguf_windows
 from edgelm.checkpoints.values import Values
 from edgelm.kernels.gates import Gate, GateKind
 from edgelm.models.families import FAMILIES, Family, Names, Routing, family_of_folder, family_of_gguf
@@ -37,21 +38,25 @@ ACTIVATIONS: Mapping[str, GateKind] = {
 }
 # keys that change the result and are not supported, with the values that have no effect
 UNSUPPORTED_GGUF_KEYS: Mapping[str, tuple[object, ...]] = {
-    "logit_scale": (0, 1),
-    "residual_scale": (0, 1),
-    "embedding_scale": (0, 1),
     "attention.clamp_kqv": (0,),
     "attention.max_alibi_bias": (0,),
-    "attention.temperature_scale": (0,),
+    "attention.shared_kv_layers": (0,),
+    "embedding_length_per_layer_input": (0,),
     "expert_shared_count": (0,),
     "expert_group_count": (0, 1),
     "expert_weights_scale": (0, 1),
+}
+# the same for families whose row does not have them
+SCALES: Mapping[str, tuple[object, ...]] = {"logit_scale": (0, 1), "residual_scale": (0, 1), "embedding_scale": (0, 1)}
+TEMPERATURE: Mapping[str, tuple[object, ...]] = {
+    "attention.temperature_scale": (0,),
     "rope.scaling.yarn_log_multiplier": (0,),
 }
 UNSUPPORTED_FOLDER_KEYS: Mapping[str, tuple[object, ...]] = {
-    "use_bidirectional_attention": (False,),
+    "use_bidirectional_attention": (False, "vision"),  # between tokens of pictures only
     "is_encoder_decoder": (False,),
     "num_kv_shared_layers": (0,),
+    "hidden_size_per_layer_input": (0,),
     "kv_lora_rank": (),
     "attention_chunk_size": (),
     "qk_layernorm": (False,),
@@ -68,8 +73,11 @@ T = TypeVar("T")
 class LayerConfig:
     """The properties that differ between layers."""
 
+    head_dim: int
+    num_kv_heads: int
     window: int = 0  # positions that a token sees, including its own; 0: all before it
     rope: RopeConfig | None  # None: keys and queries are not rotated
+    keys_are_values: bool | None = False  # before their norms; None: where the file has no matrix of values
     sparse: bool = False  # a mixture of experts instead of one feed-forward network
 
 
@@ -92,8 +100,6 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     hidden_size: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
     norm_eps: float
     norm_offset: float  # added to the norm weights in the files
     gate: Gate
@@ -101,9 +107,23 @@ class ModelConfig:
     attention_softcap: float  # 0: none
     final_softcap: float  # 0: none
     embedding_scale: float
+    residual_scale: float  # of a block's result, before it is added to the residual stream
+    logit_divisor: float
     context: int
     experts: ExpertConfig | None
     tied: bool | None  # the output matrix is the embedding; None: not stated, so it is if the file has no other
+
+    # The decoder's residual stream is the family's over `residual_scale`: then blocks need not scale their results.
+
+    @property
+    def stream_scale(self) -> float:
+        """The factor of an embedding that enters the decoder's residual stream."""
+        return self.embedding_scale / self.residual_scale
+
+    @property
+    def stream_eps(self) -> float:
+        """The epsilon by which a norm of the decoder's residual stream is that of the family's."""
+        return self.norm_eps / self.residual_scale**2
 
 
 def read_config(metadata: Mapping[str, Any]) -> ModelConfig:
@@ -125,9 +145,10 @@ def unsupported_reason(metadata: Mapping[str, Any], implementation: str = "refer
     if implementation == "triton":
         from edgelm.kernels.attention import HEAD_DIMS  # needs torch, which reading a configuration does not
 
-        if config.head_dim not in HEAD_DIMS:
-            sizes = ", ".join(map(str, HEAD_DIMS))
-            return f"its heads have {config.head_dim} numbers, and the GPU kernels take {sizes}"
+        for head_dim in (layer.head_dim for layer in config.layers):
+            if head_dim not in HEAD_DIMS:
+                sizes = ", ".join(map(str, HEAD_DIMS))
+                return f"its heads have {head_dim} numbers, and the GPU kernels take {sizes}"
     return None
 
 
@@ -161,16 +182,23 @@ def _read_gguf(metadata: Mapping[str, Any]) -> ModelConfig:
         raise _unknown(architecture)
     values = Values(metadata, "the model's metadata", prefix=f"{architecture}.")
     _refuse_unsupported(values, UNSUPPORTED_GGUF_KEYS)
+    _refuse_unsupported(values, {} if family.scaled else SCALES)
+    _refuse_unsupported(values, {} if family.temperature else TEMPERATURE)
     shape = gguf_shape(values)
-    num_heads, num_kv_heads, head_dim = _heads(shape)
+    num_heads = _num_heads(shape)
+    window_head_dim = _window_head_dim(values, shape)
     experts = _experts(family, gguf_experts(values, shape.num_layers), family.normalised)
-    rope_dim = values.integer("rope.dimension_count", default=head_dim)
+    rope_dim = values.integer("rope.dimension_count", default=shape.key_len)
     rope = gguf_rope(values, family, rope_dim, shape.context)
-    local_rope = gguf_local_rope(values, family, rope)
+    local_rope = gguf_local_rope(values, family, rope, window_head_dim)
+    rotates = not (family.scaled and values.get("rope.scaling.finetuned") is False)  # Granite's sign for no rotation
     layers = [
         LayerConfig(
+            head_dim=window_head_dim if window else shape.key_len,
+            num_kv_heads=shape.num_kv_heads[i],
             window=window,
-            rope=(local_rope if window else rope) if _rotates(i, family.rope_every) else None,
+            keys_are_values=None if family.value_norm else False,
+            rope=(local_rope if window else rope) if rotates and _rotates(i, family.rope_every) else None,
             sparse=experts is not None,
         )
         for i, window in enumerate(_gguf_windows(values, family, shape.num_layers))
@@ -181,15 +209,15 @@ def _read_gguf(metadata: Mapping[str, Any]) -> ModelConfig:
         layers=tuple(layers),
         hidden_size=shape.hidden_size,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
         norm_eps=values.number("attention.layer_norm_rms_epsilon"),
         norm_offset=0.0,
         gate=Gate(family.gate),
         attention_scale=_gguf_attention_scale(values, family, shape, num_heads),
         attention_softcap=values.number("attn_logit_softcapping", default=50.0 if family.gguf == "gemma2" else 0.0),
         final_softcap=values.number("final_logit_softcapping", default=30.0 if family.gguf == "gemma2" else 0.0),
-        embedding_scale=math.sqrt(shape.hidden_size) if family.scaled_embedding else 1.0,
+        embedding_scale=values.number("embedding_scale", default=0.0) or _embedding_scale(family, shape),
+        residual_scale=values.number("residual_scale", default=0.0) or 1.0,
+        logit_divisor=values.number("logit_scale", default=0.0) or 1.0,
         context=values.integer("context_length"),
         experts=experts,
         tied=None,
@@ -208,7 +236,17 @@ def _gguf_windows(values: Values, family: Family, num_layers: int) -> list[int]:
     return [window if _has_window(i, interval) else 0 for i in range(num_layers)]
 
 
+def _window_head_dim(values: Values, shape: Shape) -> int:
+    """Return the size of the heads of layers with a window."""
+    key_len = values.integer("attention.key_length_swa", low=1, high=MAX_HEAD_LEN, default=shape.key_len)
+    if values.integer("attention.value_length_swa", low=1, high=MAX_HEAD_LEN, default=key_len) != key_len:
+        raise ModelError("heads whose keys and values differ in size are not supported")
+    return key_len
+
+
 def _gguf_attention_scale(values: Values, family: Family, shape: Shape, num_heads: int) -> float:
+    if family.value_norm:
+        return 1.0
     divisor = shape.key_len
     if GEMMA_27B_LAYERS.get(family.gguf) == shape.num_layers:
         divisor = shape.hidden_size // max(num_heads, 1)
@@ -226,17 +264,21 @@ def _read_folder(config: Mapping[str, Any]) -> ModelConfig:
         raise _unknown(model_type)
     _refuse_unsupported(values, UNSUPPORTED_FOLDER_KEYS)
     shape = folder_shape(values)
-    num_heads, num_kv_heads, head_dim = _heads(shape)
+    num_heads = _num_heads(shape)
     context = shape.context or DEFAULT_CONTEXT
     normalised = values.get("norm_topk_prob")
     experts = _experts(
         family, folder_experts(values, shape.num_layers), family.normalised if normalised is None else bool(normalised)
     )
     rotated = _rotated(values, family, shape.num_layers)
+    heads = layer_heads(values, shape)
     layers = [
         LayerConfig(
+            head_dim=heads[i].head_len,
+            num_kv_heads=heads[i].num_kv_heads,
             window=window,
-            rope=folder_rope(values, head_dim, context, local=bool(window)) if rotated[i] else None,
+            keys_are_values=family.value_norm and not window and values.get("attention_k_eq_v") is True,
+            rope=folder_rope(values, heads[i].head_len, context, local=bool(window)) if rotated[i] else None,
             sparse=experts is not None and _is_sparse(values, i),
         )
         for i, window in enumerate(_folder_windows(values, family, rotated))
@@ -247,19 +289,27 @@ def _read_folder(config: Mapping[str, Any]) -> ModelConfig:
         layers=tuple(layers),
         hidden_size=shape.hidden_size,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
         norm_eps=values.number("rms_norm_eps", default=1e-6),
         norm_offset=family.norm_offset,
         gate=_folder_gate(values, family),
-        attention_scale=max(values.number("query_pre_attn_scalar", default=head_dim), 0.5) ** -0.5,
+        attention_scale=_folder_attention_scale(values, family, shape.key_len),
         attention_softcap=values.number("attn_logit_softcapping", default=0.0),
         final_softcap=values.number("final_logit_softcapping", default=0.0),
-        embedding_scale=math.sqrt(shape.hidden_size) if family.scaled_embedding else 1.0,
+        embedding_scale=values.number("embedding_multiplier") if family.scaled else _embedding_scale(family, shape),
+        residual_scale=values.number("residual_multiplier") if family.scaled else 1.0,
+        logit_divisor=values.number("logits_scaling") if family.scaled else 1.0,
         context=context,
         experts=experts,
         tied=bool(values.get("tie_word_embeddings")),
     )
+
+
+def _folder_attention_scale(values: Values, family: Family, head_dim: int) -> float:
+    if family.scaled:
+        return values.number("attention_multiplier")
+    if family.value_norm:
+        return 1.0
+    return float(max(values.number("query_pre_attn_scalar", default=head_dim), 0.5) ** -0.5)
 
 
 def _folder_gate(values: Values, family: Family) -> Gate:
@@ -292,6 +342,8 @@ def _folder_windows(values: Values, family: Family, rotated: Sequence[bool]) -> 
     window = sliding_window(values)
     kinds = values.entries("layer_types", num_layers)
     if kinds:
+        if family.value_norm:  # as in transformers
+            kinds[-1] = "full_attention"
         unsupported = next((kind for kind in kinds if kind not in LAYER_TYPES), None)
         if unsupported is not None:
             raise ModelError(f"layers of the kind {unsupported!r} are not supported")
@@ -304,18 +356,21 @@ def _folder_windows(values: Values, family: Family, rotated: Sequence[bool]) -> 
         first = values.integer("max_window_layers", default=0)
         return [window if i >= first else 0 for i in range(num_layers)]
     interval = values.integer("sliding_window_pattern", default=family.window_every)
-    return [window if _has_window(i, interval) else 0 for i in range(num_layers)]
+    windows = [window if _has_window(i, interval) else 0 for i in range(num_layers)]
+    return [*windows[:-1], 0] if family.value_norm else windows
 
 
 # -- both --------------------------------------------------------------------------------------------------------------
 
 
-def _heads(shape: Shape) -> tuple[int, int, int]:
-    """Return the numbers of heads and key-value heads, and the size of a head."""
+def _embedding_scale(family: Family, shape: Shape) -> float:
+    return math.sqrt(shape.hidden_size) if family.scaled_embedding else 1.0
+
+
+def _num_heads(shape: Shape) -> int:
     if shape.key_len != shape.value_len:
         raise ModelError("heads whose keys and values differ in size are not supported")
-    num_heads = _uniform(shape.num_heads, "number of heads")
-    return num_heads, _uniform(shape.num_kv_heads, "number of key-value heads"), shape.key_len
+    return _uniform(shape.num_heads, "number of heads")
 
 
 def _experts(family: Family, experts: Experts, normalised: bool) -> ExpertConfig | None:
@@ -345,24 +400,30 @@ def _has_window(layer: int, interval: int) -> bool:
 def _require_possible(config: ModelConfig) -> None:
     """Raise ModelError for sizes that no model has, or that no op supports."""
     ropes = {layer.rope for layer in config.layers if layer.rope is not None}
+    kv_heads = {layer.num_kv_heads for layer in config.layers}
     experts = config.experts
     possible = (
-        0 < config.num_kv_heads <= config.num_heads
-        and config.num_heads % config.num_kv_heads == 0
+        all(0 < number <= config.num_heads and config.num_heads % number == 0 for number in kv_heads)
         and 0 < config.norm_eps < 1
         and config.context > 0
-        and config.attention_scale > 0
-        and all(0 < rope.dim <= config.head_dim and rope.dim % 2 == 0 for rope in ropes)
+        and min(config.attention_scale, config.embedding_scale, config.logit_divisor) > 0
+        and 1e-4 < config.residual_scale < 1e4
+        and all(layer.rope is None or 0 < layer.rope.dim <= layer.head_dim for layer in config.layers)
+        and all(rope.dim % 2 == 0 for rope in ropes)
         and all(rope.theta > 1 and rope.factor > 0 and rope.original_context >= 0 for rope in ropes)
-        and all(rope.beta_fast > 0 and rope.beta_slow > 0 for rope in ropes)
+        and all(rope.beta_fast > 0 and rope.beta_slow > 0 and rope.scale > 0 for rope in ropes)
+        and all(rope.temperature == 0 or (rope.temperature > 0 and rope.original_context > 0) for rope in ropes)
         and all(rope.kind in CONTEXT_FREE_ROPES or (rope.original_context > 0 and rope.dim > 2) for rope in ropes)
         and all(len(factors) in (0, rope.dim // 2) for rope in ropes for factors in (rope.divisors, rope.long_divisors))
         and (experts is None or 0 < experts.used <= experts.count)
     )
     if not possible:
         raise ModelError("the sizes in the model's configuration cannot be true", "download the model again")
-    if config.head_dim % 8:
-        raise ModelError(f"heads of {config.head_dim} numbers are not supported: multiples of 8 are")
+    odd = next((layer.head_dim for layer in config.layers if layer.head_dim % 8), 0)
+    if odd:
+        raise ModelError(f"heads of {odd} numbers are not supported: multiples of 8 are")
+    if config.family.value_norm and config.experts:
+        raise ModelError(f"mixtures of {config.family.name} are not supported")
 
 
 def _refuse_unsupported(values: Values, unsupported: Mapping[str, tuple[object, ...]]) -> None:

@@ -60,15 +60,21 @@ class Linear:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Attention:
-    """Self-attention of one layer. `qkv` fuses q, k and v into as few matrices as their formats allow."""
+    """Self-attention of one layer. `qkv` fuses q, k and v into as few matrices as their formats allow.
+
+    Without a matrix of v, the products of k are the values too.
+    """
 
     norm: Norm
     qkv: tuple[Linear, ...]
     out: Linear
     rope: Rope | None
     window: int
+    head_dim: int
+    num_kv_heads: int
     q_norm: Tensor | None = None  # float32 [head_dim]
     k_norm: Tensor | None = None
+    v_norm: Tensor | None = None
     sinks: Tensor | None = None  # float32 [num_heads]
     post_norm: Tensor | None = None  # float32 [hidden_size]
 
@@ -81,6 +87,7 @@ class FeedForward:
     gate_up: tuple[Linear, ...]
     down: Linear
     post_norm: Tensor | None = None
+    scale: float = 1.0  # of the stream behind the layer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,11 +173,7 @@ class Decoder:
     def _blocks(self, ids: Tensor, batch: Batch, caches: Sequence[LayerCache], last: Tensor | None = None) -> Stream:
         """Return the stream behind the last layer."""
         residual = embedding(
-            ids,
-            self.weights.embedding,
-            scale=self.config.embedding_scale,
-            last=last,
-            implementation=self.implementation,
+            ids, self.weights.embedding, scale=self.config.stream_scale, last=last, implementation=self.implementation
         )
         stream = Stream(residual, self._first_norm)
         stream = stream._replace(x=self._normed(stream, self.dtype))
@@ -200,21 +203,22 @@ class Decoder:
         config = self.config
         x = self._normed(stream, self.dtype)
         products = [self._linear(x, linear, lengths=stream.lengths) for linear in layer.qkv]
-        q, k, v = (
-            part.view(part.shape[0], -1, config.head_dim)
+        q, k, *rest = (
+            part.view(part.shape[0], -1, layer.head_dim)
             for rows, linear in zip(products, layer.qkv, strict=True)
             for part in torch.split(rows, list(linear.sizes), 1)
         )
         q = write_kv(
             q,
             k,
-            v,
+            rest[0] if rest else k,
             batch.positions,
             batch.slot_mapping,
             cache,
             rope=layer.rope,
             q_norm=layer.q_norm,
             k_norm=layer.k_norm,
+            v_norm=layer.v_norm,
             eps=config.norm_eps,
             implementation=self.implementation,
         )
@@ -245,12 +249,18 @@ class Decoder:
         else:  # a kernel cannot read two formats
             halves = [self._linear(x, linear, lengths=lengths) for linear in layer.gate_up]
             inner = gated(torch.cat(halves, 1), gate, implementation=self.implementation)
-        return self._joined(stream, inner, layer.down, layer.post_norm, next_norm)
+        return self._joined(stream, inner, layer.down, layer.post_norm, next_norm, layer.scale)
 
     def _joined(
-        self, stream: Stream, x: Tensor, linear: Linear, post_norm: Tensor | None, next_norm: NextNorm
+        self,
+        stream: Stream,
+        x: Tensor,
+        linear: Linear,
+        post_norm: Tensor | None,
+        next_norm: NextNorm,
+        scale: float = 1.0,
     ) -> Stream:
-        """Add a block's result to the stream, after the post-norm if the family has one."""
+        """Add a block's result to the stream, after the post-norm if the family has one, and scale the sum."""
         (norm, fused), implementation = next_norm, self.implementation
         if post_norm is not None:
             normed, residual = add_rms_norm(
@@ -259,10 +269,12 @@ class Decoder:
                 norm.weight,
                 norm.eps,
                 post_weight=post_norm,
+                scale=scale,
                 out_dtype=self.dtype,
                 implementation=implementation,
             )
             return Stream(residual, norm, normed)
+        assert scale == 1, "families that scale a layer have post-norms"
         if not fused:
             return Stream(self._linear(x, linear, residual=stream.residual), norm)
         residual, scaled, lengths = matmul_and_norm(

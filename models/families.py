@@ -49,6 +49,7 @@ class Names:
     expert_gate: str
     expert_up: str
     expert_down: str
+    layer_scale: str = ""  # the whole name: the factor of the stream behind a layer
     expert_gate_up: str = ""  # columns of gate and up alternate; all experts are one tensor, stored transposed
 
 
@@ -116,6 +117,9 @@ class Family:
     post_norms: bool = False  # RMSNorm of the results of attention and feed-forward, before they are added
     sinks: bool = False
     scaled_embedding: bool = False  # by sqrt(hidden size)
+    value_norm: bool = False  # values have an RMSNorm without weights, and attention divides by nothing
+    scaled: bool = False  # the configuration has factors of embedding, residual, attention and logits
+    temperature: bool = False  # queries grow with their position, as the configuration says
     norm_offset: float = 0.0  # added to norm weights of safetensors; in a GGUF the weights include it
     gguf_interleaved: bool = False  # the rows of q and k are permuted in a GGUF, for pairs (2i, 2i + 1)
     window_every: int = 0  # every n-th layer has no window; 0: every layer has one
@@ -137,7 +141,9 @@ GEMMA_FOLDER = replace(
 
 FAMILIES = (
     Family(name="Llama", gguf="llama", folder=("llama",), gguf_interleaved=True),
-    Family(name="Mistral", gguf="", folder=("mistral",)),  # a GGUF says "llama"
+    Family(name="Mistral", gguf="", folder=("mistral", "mistral3")),  # a GGUF says "llama"
+    Family(name="Ministral 3", gguf="mistral3", folder=("ministral3",), gguf_interleaved=True, temperature=True),
+    Family(name="Granite", gguf="granite", folder=("granite",), gguf_interleaved=True, scaled=True),
     Family(
         name="Mixtral",
         gguf="",  # a GGUF says "llama"
@@ -186,6 +192,20 @@ FAMILIES = (
         window_every=6,
         gguf_window=True,
         folder_names=GEMMA_FOLDER,
+    ),
+    Family(
+        name="Gemma 4",
+        gguf="gemma4",
+        folder=("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified"),
+        gate="gelu_tanh",
+        qk_norm=True,
+        value_norm=True,
+        post_norms=True,
+        scaled_embedding=True,
+        window_every=6,
+        gguf_window=True,
+        gguf_names=replace(GGUF_NAMES, layer_scale="blk.{i}.layer_output_scale.weight"),
+        folder_names=replace(GEMMA_FOLDER, layer_scale="model.layers.{i}.layer_scalar"),
     ),
     Family(name="Phi-3", gguf="phi3", folder=("phi3",), gguf_names=replace(GGUF_NAMES, gate_up="blk.{i}.ffn_up")),
     Family(

@@ -17,7 +17,17 @@ from edgelm.models.rope_config import RopeConfig
 def build_rope(config: RopeConfig, context: int, device: torch.device | str) -> Rope:
     """Return the rotation for a cache of at most `context` positions."""
     inverse, scale = frequencies(config, context)
-    return Rope(inverse.to(device), scale, config.interleaved)
+    growth = query_growth(config, context)
+    growth = None if growth is None else growth.to(device)
+    return Rope(inverse.to(device), scale, config.interleaved, growth, config.original_context)
+
+
+def query_growth(config: RopeConfig, context: int) -> Tensor | None:
+    """Return the factor of queries in each span of the original context, float32 [spans]; None: they do not grow."""
+    if not config.temperature or context <= config.original_context:
+        return None
+    spans = torch.arange(-(-context // config.original_context), dtype=torch.float64)
+    return (1 + config.temperature * torch.log1p(spans)).float()
 
 
 def frequencies(config: RopeConfig, context: int) -> tuple[Tensor, float]:

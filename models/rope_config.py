@@ -17,6 +17,7 @@ from edgelm.models.families import Family
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 LAYER_TYPES = ("full_attention", "sliding_attention")  # in `layer_types`, and in rope parameters of their own
+STOPPED = 1e30  # the divisor of a pair that does not turn, in files too
 ROPE_KINDS: Mapping[str, RopeKind] = {
     "default": "default",
     "none": "default",
@@ -25,6 +26,7 @@ ROPE_KINDS: Mapping[str, RopeKind] = {
     "llama3": "llama3",
     "yarn": "yarn",
     "longrope": "longrope",
+    "proportional": "linear",  # with divisors that stop the last pairs
     "su": "longrope",
 }
 
@@ -46,7 +48,9 @@ class RopeConfig:
     truncate: bool = True  # yarn: the ramp begins and ends at whole dimensions
     scale: float = 1.0  # of sine and cosine; not 1 only for yarn and longrope
     divisors: tuple[float, ...] = ()  # of the frequencies, given in the file instead of a formula
+    undivided: bool = False  # the divisors that a GGUF has as a tensor are not for it
     long_divisors: tuple[float, ...] = ()  # longrope: used instead if the context is longer than the original one
+    temperature: float = 0.0  # queries beyond the original context grow by it times a logarithm (Llama 4)
 
 
 def gguf_rope(values: Values, family: Family, dim: int, context: int) -> RopeConfig:
@@ -56,6 +60,7 @@ def gguf_rope(values: Values, family: Family, dim: int, context: int) -> RopeCon
     attention = values.number("rope.scaling.attn_factor", default=1.0)
     if kind == "yarn":
         attention *= values.number("rope.scaling.yarn_attn_factor", default=yarn_scale(factor))
+        attention /= yarn_scale(factor, values.number("rope.scaling.yarn_log_multiplier", default=0.0))
     return RopeConfig(
         kind=kind,
         theta=values.number("rope.freq_base", default=10_000.0),
@@ -66,14 +71,16 @@ def gguf_rope(values: Values, family: Family, dim: int, context: int) -> RopeCon
         beta_fast=values.number("rope.scaling.yarn_beta_fast", default=0.0) or 32.0,
         beta_slow=values.number("rope.scaling.yarn_beta_slow", default=0.0) or 1.0,
         scale=attention,
+        temperature=values.number("attention.temperature_scale", default=0.0),
     )
 
 
-def gguf_local_rope(values: Values, family: Family, rope: RopeConfig) -> RopeConfig:
-    """Return the rotation of the layers with a window. Gemma 3's are not stretched and have a base of their own."""
-    if family.gguf != "gemma3":
+def gguf_local_rope(values: Values, family: Family, rope: RopeConfig, head_dim: int) -> RopeConfig:
+    """Return the rotation of the layers with a window. Gemma's are not stretched and have a base of their own."""
+    if family.gguf not in ("gemma3", "gemma4"):
         return rope
-    return RopeConfig(theta=values.number("rope.freq_base_swa", default=10_000.0), dim=rope.dim)
+    dim = rope.dim if family.gguf == "gemma3" else values.integer("rope.dimension_count_swa", default=head_dim)
+    return RopeConfig(theta=values.number("rope.freq_base_swa", default=10_000.0), dim=dim, undivided=True)
 
 
 def folder_rope(values: Values, head_dim: int, context: int, *, local: bool) -> RopeConfig:
@@ -108,12 +115,16 @@ def _stretched(rope: Values, values: Values, head_dim: int, context: int) -> Rop
         raise values.damaged(f"{name} is {original}, but must be 2 or more")
     factor = rope.number("factor", default=context / original if kind in ("yarn", "longrope") else 1.0)
     short = rope.positive_numbers("short_factor")
+    dim = int(head_dim * partial)
+    if rope.get("rope_type", "type") == "proportional":  # all pairs count, and only the first ones turn
+        dim, turning = head_dim, int(partial * head_dim // 2)
+        short = (1.0,) * turning + (STOPPED,) * (head_dim // 2 - turning)
     if kind == "longrope" and not short:
         raise values.damaged("short_factor is missing")
     return RopeConfig(
         kind=kind,
         theta=rope.number("rope_theta"),
-        dim=int(head_dim * partial),
+        dim=dim,
         factor=factor,
         original_context=context if kind == "dynamic" else original,
         low_frequency=rope.number("low_freq_factor", default=1.0),
@@ -124,6 +135,7 @@ def _stretched(rope: Values, values: Values, head_dim: int, context: int) -> Rop
         scale=_folder_scale(rope, kind, factor, original),
         divisors=short,
         long_divisors=rope.positive_numbers("long_factor"),
+        temperature=rope.number("llama_4_scaling_beta", default=0.0),
     )
 
 

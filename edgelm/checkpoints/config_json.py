@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from edgelm.base.errors import ModelError
 from edgelm.checkpoints.files import DOWNLOAD, shown
@@ -59,6 +59,32 @@ QWEN = {
     "sliding_window": 4096,
 }
 QWEN_2_AND_3 = {**QWEN, "num_key_value_heads": 32, "max_window_layers": 28}
+GEMMA_4_EVERY = 6  # layers, of which the last has no window
+GEMMA_4 = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "tie_word_embeddings": True,
+    "sliding_window": 512,
+    "hidden_size_per_layer_input": 256,
+    "max_position_embeddings": 131_072,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    },
+}
+GEMMA_4_UNIFIED = {
+    **{name: value for name, value in GEMMA_4.items() if name != "hidden_size_per_layer_input"},
+    "sliding_window": 1024,
+    "max_position_embeddings": 262_144,
+}
+MISTRAL = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+    "max_position_embeddings": 131_072,
+}
 # by model_type: what a config.json may omit, and the value that transformers then takes
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "bert": {
@@ -70,11 +96,33 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 512,
     },
     "llama": {"num_attention_heads": 32},
-    "mistral": {
+    "mistral": MISTRAL,
+    "mistral3": MISTRAL,  # of a text_config without a model_type
+    "ministral3": {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
-        "sliding_window": 4096,
-        "max_position_embeddings": 131_072,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 262_144,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16_384,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "granite": {
+        "num_attention_heads": 32,
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "max_position_embeddings": 2048,
     },
     "mixtral": {
         "num_attention_heads": 32,
@@ -118,6 +166,10 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "gemma3": GEMMA_3,
     "gemma3_text": GEMMA_3,
+    "gemma4": GEMMA_4,
+    "gemma4_text": GEMMA_4,
+    "gemma4_unified": GEMMA_4_UNIFIED,
+    "gemma4_unified_text": GEMMA_4_UNIFIED,
     "phi3": {
         "num_attention_heads": 32,
         "rms_norm_eps": 1e-5,
@@ -212,12 +264,46 @@ def folder_shape(values: Values) -> Shape:
     )
 
 
+class LayerHeads(NamedTuple):
+    """The heads of keys and values in one layer."""
+
+    head_len: int
+    num_kv_heads: int
+
+
+def layer_heads(values: Values, shape: Shape) -> list[LayerHeads]:
+    """Return the heads of each layer: Gemma 4's layers without a window have their own, under old or new names."""
+    usual = [LayerHeads(shape.key_len, count) for count in shape.num_kv_heads]
+    if values.get("global_head_dim") is None:
+        return usual
+    kinds = _layer_kinds(values, shape.num_layers)
+    names = {"head_dim": "global_head_dim"}
+    if values.get("attention_k_eq_v") is True:
+        names["num_key_value_heads"] = "num_global_key_value_heads"
+    own = values.section("per_layer_config")
+    heads = []
+    for i, (head_len, count) in enumerate(usual):
+        whole = kinds[i] == "full_attention" if kinds else i % GEMMA_4_EVERY == GEMMA_4_EVERY - 1
+        whole = whole or i == shape.num_layers - 1
+        layer = Values(own, values.source).section(str(i))
+        if not own and whole:
+            layer = {name: values.get(other) for name, other in names.items()}
+        of_layer = Values(layer, values.source)
+        heads.append(
+            LayerHeads(
+                of_layer.integer("head_dim", low=1, high=MAX_HEAD_LEN, default=head_len),
+                of_layer.integer("num_key_value_heads", low=1, high=MAX_HEADS, default=count),
+            )
+        )
+    return heads
+
+
 def cached_kv_heads(values: Values, shape: Shape) -> list[int]:
     """Return the key-value heads of each layer, 0 for one that keeps no keys and values or shares another's."""
     interval = values.integer("full_attention_interval", high=shape.num_layers, default=0)
     num_shared = values.integer("num_kv_shared_layers", high=shape.num_layers, default=0)
     kinds = _layer_kinds(values, shape.num_layers)
-    kv_heads = list(shape.num_kv_heads)
+    kv_heads = [heads.num_kv_heads for heads in layer_heads(values, shape)]
     for i in range(shape.num_layers):
         without = kinds[i] in WITHOUT_KV if kinds else interval and (i + 1) % interval
         if without or i >= shape.num_layers - num_shared or not shape.num_heads[i]:

@@ -20,6 +20,7 @@ from edgelm.checkpoints.config_json import (
     decoder_values,
     folder_experts,
     folder_shape,
+    layer_heads,
     read_config_json,
     sliding_window,
     vocab_size,
@@ -88,6 +89,7 @@ def _summary(model: Safetensors, config: Mapping[str, Any]) -> ModelSummary:
     section = quantization_section(config)
     quantization = _quantization(config)
     kind, pooling = _kind_and_pooling(model.folder, config)
+    key_lens = [heads.head_len for heads in layer_heads(values, shape)]
     return ModelSummary(
         name=folder_name(model.folder),
         architecture=architecture_name(config),
@@ -99,8 +101,8 @@ def _summary(model: Safetensors, config: Mapping[str, Any]) -> ModelSummary:
         width=shape.hidden_size,
         heads=max(shape.num_heads),
         kv_heads=cached_kv_heads(values, shape),
-        key_lens=[shape.key_len] * shape.num_layers,
-        value_lens=[shape.value_len] * shape.num_layers,
+        key_lens=key_lens,
+        value_lens=key_lens if shape.value_len == shape.key_len else [shape.value_len] * shape.num_layers,
         sliding_window=0 if values.get("use_sliding_window") is False else sliding_window(values),
         vocab_size=vocab_size(values),
         kind=kind,

@@ -29,7 +29,9 @@ ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 ARCHITECTURES = frozenset(MODEL_ARCH_NAMES.values())  # llama.cpp has more
 # decoders whose blocks are all alike: norm, attention by query, key and value, feed-forward
 UNIFORM = frozenset("llama mistral3 qwen2 qwen2moe qwen3 qwen3moe gemma gemma2 gemma3 phi3 smollm3".split())
-FULL_ROPE = frozenset({"qwen2", "qwen2moe", "qwen3", "qwen3moe"})  # they assert that the whole head is rotated
+FULL_ROPE = frozenset(
+    "qwen2 qwen2moe qwen3 qwen3moe mistral3 granite smollm3".split()
+)  # they assert that the whole head is rotated
 NO_BLOCKS = frozenset({"clip", "wavtokenizer-dec"})
 BLOCK = re.compile(r"(?:enc\.|dec\.)?blk\.(\d{1,6})\.(.+)")
 MATRIX = re.compile(

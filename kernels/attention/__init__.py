@@ -24,7 +24,7 @@ from edgelm.kernels.choice import Implementation, choose, declines_reference, de
 
 __all__ = ["HEAD_DIMS", "VERIFY_LEN", "attention"]
 
-HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 192, 256)
+HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 192, 256, 512)
 
 
 def attention(

@@ -60,6 +60,8 @@ def tile_of(cache: LayerCache, dtype: torch.dtype, *, wgmma: bool) -> Tile:
         return Tile(64, 64, 4)
     if groups <= MAX_GROUPS and wgmma and cache.format.key is None and dtype != torch.float32:
         return Tile(64, 32, 4, 2)
+    if groups > 2 * MAX_GROUPS and cache.format.key:
+        return Tile(32, 16, 8)
     return Tile(64, 32, 8) if groups <= MAX_GROUPS else Tile(32, 32, 8)
 
 
@@ -101,7 +103,7 @@ def parts_of(cache: LayerCache) -> int:
     groups = cache.width // GROUP
     if groups <= MAX_GROUPS:
         return 2 if groups == MAX_GROUPS and cache.format.key is None else 1
-    return 2 if cache.format.key in ("int8", "fp8") else groups // 2
+    return 2 if cache.format.key in ("int8", "fp8") and groups <= 2 * MAX_GROUPS else groups // 2
 
 
 def registers_of(cache: LayerCache) -> int:

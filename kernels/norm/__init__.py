@@ -37,17 +37,18 @@ def add_rms_norm(
     eps: float,
     *,
     post_weight: Tensor | None = None,  # float32 [hidden_size]
+    scale: float = 1.0,
     out_dtype: torch.dtype | None = None,  # default: the type of x
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (rms_norm(total, weight), total), where total = residual + x is a new float32 tensor.
+    """Return (rms_norm(total, weight), total), where total = (residual + x) * scale is a new float32 tensor.
 
     With `post_weight`, rms_norm(x, post_weight) is added instead of x; it is not rounded in between.
     """
     _check(x, weight, post_weight)
     assert residual.shape == x.shape, (residual.shape, x.shape)
     assert residual.dtype == torch.float32, residual.dtype
-    args = residual, weight, eps, post_weight, out_dtype or x.dtype
+    args = residual, weight, eps, post_weight, scale, out_dtype or x.dtype
     return dispatch("add_rms_norm", __name__, reference.add_rms_norm, implementation, x, *args)
 
 

@@ -63,12 +63,12 @@ def rms_norm_kernel(
 
 
 @triton.jit
-def _total(x_ptr, residual_ptr, post_ptr, at, inside, scale, POST: tl.constexpr):
-    """Return the residual plus x (or its norm) for the columns `at`: float32 [BLOCK]."""
+def _total(x_ptr, residual_ptr, post_ptr, at, inside, scale, sum_scale, POST: tl.constexpr):
+    """Return the scaled sum of the residual and x (or its norm) for the columns `at`: float32 [BLOCK]."""
     x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
     if POST:
         x = x * scale * tl.load(post_ptr + at, inside, other=0.0)
-    return tl.load(residual_ptr + at, inside, other=0.0) + x
+    return (tl.load(residual_ptr + at, inside, other=0.0) + x) * sum_scale
 
 
 @triton.jit
@@ -83,12 +83,13 @@ def add_rms_norm_kernel(
     total_ptr,  # float32 [rows, hidden_size]
     hidden_size,
     eps,
+    sum_scale,
     POST: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,  # hidden_size <= BLOCK
     launch_pdl: tl.constexpr = False,
 ):
-    """Add one row of x, normalized with POST, to the residual, and normalize the sum. Grid: rows."""
+    """Add one row of x, normalized with POST, to the residual, scale and normalize the sum. Grid: rows."""
     begin_dependent(launch_pdl)
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
@@ -104,7 +105,7 @@ def add_rms_norm_kernel(
             sums += x * x
         scale = _scale(tl.sum(sums), hidden_size, eps)
     if WHOLE:
-        total = _total(x_ptr, residual_ptr, post_ptr, at, at < hidden_size, scale, POST)
+        total = _total(x_ptr, residual_ptr, post_ptr, at, at < hidden_size, scale, sum_scale, POST)
         weight = tl.load(weight_ptr + at, at < hidden_size, other=0.0)
         tl.store(total_ptr + at, total, at < hidden_size)
         y = total * _scale(tl.sum(total * total), hidden_size, eps) * weight
@@ -113,12 +114,12 @@ def add_rms_norm_kernel(
         sums = tl.zeros([BLOCK], tl.float32)
         for start in range(0, hidden_size, BLOCK):
             inside = start + at < hidden_size
-            total = _total(x_ptr, residual_ptr, post_ptr, start + at, inside, scale, POST)
+            total = _total(x_ptr, residual_ptr, post_ptr, start + at, inside, scale, sum_scale, POST)
             sums += total * total
         total_scale = _scale(tl.sum(sums), hidden_size, eps)
         for start in range(0, hidden_size, BLOCK):  # recomputed: another thread's store may not be visible yet
             inside = start + at < hidden_size
-            total = _total(x_ptr, residual_ptr, post_ptr, start + at, inside, scale, POST)
+            total = _total(x_ptr, residual_ptr, post_ptr, start + at, inside, scale, sum_scale, POST)
             weight = tl.load(weight_ptr + start + at, inside, other=0.0)
             tl.store(total_ptr + start + at, total, inside)
             tl.store(out_ptr + start + at, (total * total_scale * weight).to(out_ptr.dtype.element_ty), inside)
@@ -149,7 +150,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, rows: Tensor | None, out_dty
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, post_weight: Tensor | None, out_dtype: torch.dtype
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    post_weight: Tensor | None,
+    scale: float,
+    out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Launch `add_rms_norm_kernel`."""
     rows, residual_rows = _rows(x), _rows(residual)
@@ -168,6 +175,7 @@ def add_rms_norm(
             total,
             hidden_size,
             eps,
+            scale,
             POST=post_weight is not None,
             BLOCK=block,
             WHOLE=hidden_size <= block,

@@ -14,11 +14,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, rows: Tensor | None, out_dty
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, post_weight: Tensor | None, out_dtype: torch.dtype
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    post_weight: Tensor | None,
+    scale: float,
+    out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """See the package's function of this name."""
     addend = x.float() if post_weight is None else _normed(x.float(), post_weight, eps)
-    total = residual + addend
+    total = (residual + addend) * scale
     return _normed(total, weight, eps).to(out_dtype), total
 
 

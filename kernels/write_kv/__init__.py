@@ -3,7 +3,8 @@
 Owns the op's signature and the choice of its implementation. Knows nothing of models and of block tables. kernels/cache
 owns the layout that it writes, kernels/rope.py the angles.
 
-    q = rope(norm(q)),  k = rope(norm(k)),  cache[slot] = k, v        the norms and the rotation are optional
+    q = rope(norm(q)),  k = rope(norm(k)),  cache[slot] = k, norm(v)  the norms and the rotation are optional
+    q = q * growth[position // span]                                  where the rope has it
 
 The arithmetic is float32 from the given q, k and v; nothing is rounded to 16 bits in between.
 """
@@ -18,7 +19,7 @@ from edgelm.kernels.choice import Implementation, choose, declines_reference, de
 from edgelm.kernels.rope import Rope
 from edgelm.kernels.write_kv import reference
 
-HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
+HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256, 512)
 
 
 def write_kv(
@@ -32,6 +33,7 @@ def write_kv(
     rope: Rope | None,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
+    v_norm: Tensor | None = None,
     eps: float = 1e-6,
     out_dtype: torch.dtype | None = None,
     implementation: str | None = None,
@@ -40,8 +42,8 @@ def write_kv(
 
     q: [tokens, num_heads, head_dim]; k, v: [tokens, num_kv_heads, head_dim]; all of one dtype. They may be views of one
     tensor with any strides, if the last dimension is contiguous. positions: int32 [tokens]. slot_mapping: int64
-    [tokens], 32 * block + offset, each slot at most once; a token with a negative slot is not written. q_norm, k_norm:
-    float32 [head_dim]. The result has q's dtype, or `out_dtype`, and no Hadamard rotation.
+    [tokens], 32 * block + offset, each slot at most once; a token with a negative slot is not written. The
+    norms: float32 [head_dim]. The result has q's dtype, or `out_dtype`, and no Hadamard rotation.
     """
     tokens, _, head_dim = q.shape
     assert k.shape == v.shape == (tokens, cache.num_kv_heads, cache.head_dim)
@@ -52,13 +54,13 @@ def write_kv(
     assert slot_mapping.dtype == torch.int64, slot_mapping.dtype  # an offset into a plane may need more than 32 bits
     assert positions.is_contiguous()
     assert slot_mapping.is_contiguous()
-    for norm in (q_norm, k_norm):
+    for norm in (q_norm, k_norm, v_norm):
         assert norm is None or (norm.shape == (head_dim,) and norm.dtype == torch.float32 and norm.is_contiguous())
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1
     assert rope is None or rope.rotated_dim <= head_dim
     implementation = preferred("write_kv", implementation)
     chosen = choose("write_kv", IMPLEMENTATIONS, implementation, q, cache, implementation)
-    args = (q, k, v, positions, slot_mapping, cache, rope, q_norm, k_norm, eps, out_dtype or q.dtype)
+    args = (q, k, v, positions, slot_mapping, cache, rope, q_norm, k_norm, v_norm, eps, out_dtype or q.dtype)
     result = chosen.run(*args)
     assert isinstance(result, Tensor)
     return result

@@ -213,6 +213,8 @@ def write_kv_kernel(
     turns_ptr,  # int64 [ROT / 2]
     q_norm_ptr,  # float32 [D]
     k_norm_ptr,
+    v_norm_ptr,
+    growth_ptr,  # float32 [spans]: factors of q; None: 1
     keys_ptr,  # the planes of the cache
     values_ptr,
     key_scales_ptr,
@@ -226,6 +228,8 @@ def write_kv_kernel(
     v_head,
     eps,
     rope_scale,
+    span,  # positions with the same factor of q
+    last_span,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -255,6 +259,8 @@ def write_kv_kernel(
         x = _rotated(
             q_ptr, q_head, left, q_norm_ptr, position, turns_ptr, eps, rope_scale, D, P, ROT, INTERLEAVED, ROWS
         )
+        if growth_ptr is not None:
+            x = x * tl.load(growth_ptr + tl.minimum(position // span, last_span))
         row = tl.arange(0, ROWS)[:, None]
         d = tl.arange(0, P)[None, :]
         out = out_ptr + (token * HEADS + head + row) * D + d
@@ -280,7 +286,9 @@ def write_kv_kernel(
                 head = (tile - Q_TILES - KV_TILES) * ROWS
                 v_ptr += token * v_token + head * v_head
                 left = KV_HEADS - head
-                x = _rotated(v_ptr, v_head, left, None, position, None, eps, rope_scale, D, P, 0, INTERLEAVED, ROWS)
+                x = _rotated(
+                    v_ptr, v_head, left, v_norm_ptr, position, None, eps, rope_scale, D, P, 0, INTERLEAVED, ROWS
+                )
                 if HADAMARD:
                     x = hadamard(x, ROWS, P)
                 plane = slot // 32 * KV_HEADS + head
@@ -326,6 +334,7 @@ def write_kv(
     rope: Rope | None,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
+    v_norm: Tensor | None,
     eps: float,
     out_dtype: torch.dtype,
 ) -> Tensor:
@@ -337,6 +346,7 @@ def write_kv(
     values = cache.values.view(torch.uint8) if cache.format.value == "int4" else cache.values
     rows, num_warps = launch_shape(num_tokens, cache.width)
     rotated_dim, interleaved = (0, False) if rope is None else (rope.rotated_dim, rope.interleaved)
+    growth = None if rope is None else rope.growth
     grid = (num_tokens, triton.cdiv(num_heads, rows) + 2 * triton.cdiv(cache.num_kv_heads, rows))
     write_kv_kernel[grid](
         q,
@@ -348,6 +358,8 @@ def write_kv(
         None if rope is None else rope.turns,
         q_norm,
         k_norm,
+        v_norm,
+        growth,
         cache.keys,
         values,
         cache.key_scales,
@@ -361,6 +373,8 @@ def write_kv(
         v.stride(1),
         eps,
         1.0 if rope is None else rope.scale,
+        1 if rope is None or growth is None else rope.span,
+        0 if growth is None else len(growth) - 1,
         **constants(cache, num_heads, rotated_dim, interleaved, rows),
         num_warps=num_warps,
         **OPTIONS,

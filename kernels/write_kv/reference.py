@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from edgelm.kernels.cache import BLOCK_LEN, LayerCache, order, quantize
-from edgelm.kernels.rope import Rope, apply_rope
+from edgelm.kernels.rope import Rope, apply_rope, growth_at
 
 
 def write_kv(
@@ -19,13 +19,17 @@ def write_kv(
     rope: Rope | None,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
+    v_norm: Tensor | None,
     eps: float,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """See the package's function of this name."""
     queries, keys = _rotated(q, q_norm, eps, positions, rope), _rotated(k, k_norm, eps, positions, rope)
+    if rope is not None and rope.growth is not None:
+        queries = queries * growth_at(rope, positions)[:, None, None]
     written = slot_mapping >= 0
-    _write_entries(cache, slot_mapping[written], keys[written], v[written].float())
+    values = v.float() if v_norm is None else head_norm(v.float(), v_norm, eps)
+    _write_entries(cache, slot_mapping[written], keys[written], values[written])
     return queries.to(out_dtype)
 
 

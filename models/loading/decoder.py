@@ -55,10 +55,7 @@ def load(
     loaded = {i: loader.layer(i) for i in dict.fromkeys(chosen)}
     embedding, output = loader.ends()
     weights = Weights(
-        embedding=embedding,
-        layers=tuple(loaded[i] for i in chosen),
-        norm=loader.norm(config.names.final_norm),
-        output=output,
+        embedding=embedding, layers=tuple(loaded[i] for i in chosen), norm=loader.final_norm(), output=output
     )
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)  # from here on, kernels may read weights before earlier kernels end
@@ -108,13 +105,15 @@ class _Loader:
 
     def attention(self, i: int, layer: LayerConfig) -> Attention:
         config, names = self._config, self._names
-        q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        head_dim = layer.head_dim
+        q_rows, kv_rows = config.num_heads * head_dim, layer.num_kv_heads * head_dim
         sizes = (q_rows, kv_rows, kv_rows)
         if self._has(names.qkv, i):
             qkv = [self._linear(names.qkv, i, sizes=sizes)]
         else:
-            named = zip((names.q, names.k, names.v), sizes, strict=True)
-            qkv = [self._linear(name, i, sizes=(rows,)) for name, rows in named]
+            named = list(zip((names.q, names.k, names.v), sizes, strict=True))
+            without = layer.keys_are_values or (layer.keys_are_values is None and not self._has(names.v, i))
+            qkv = [self._linear(name, i, sizes=(rows,)) for name, rows in named[: 2 if without else 3]]
         sinks = self._vector(names.sinks.format(i=i), config.num_heads) if config.family.sinks else None
         return Attention(
             norm=self.norm(names.attention_norm, i),
@@ -122,8 +121,11 @@ class _Loader:
             out=self._linear(names.out, i, sizes=(config.hidden_size,), columns=q_rows),
             rope=None if layer.rope is None else self._rope(layer.rope),
             window=layer.window,
-            q_norm=self._norm_weight(names.q_norm, i, config.head_dim) if config.family.qk_norm else None,
-            k_norm=self._norm_weight(names.k_norm, i, config.head_dim) if config.family.qk_norm else None,
+            head_dim=head_dim,
+            num_kv_heads=layer.num_kv_heads,
+            q_norm=self._norm_weight(names.q_norm, i, head_dim) if config.family.qk_norm else None,
+            k_norm=self._norm_weight(names.k_norm, i, head_dim) if config.family.qk_norm else None,
+            v_norm=torch.ones(head_dim, device=self._device) if config.family.value_norm else None,
             sinks=sinks,
             post_norm=self._post_norm(names.attention_post_norm, i),
         )
@@ -141,6 +143,7 @@ class _Loader:
             gate_up=gate_up,
             down=self._linear(names.down, i, sizes=(config.hidden_size,), columns=width),
             post_norm=self._post_norm(names.feed_post_norm, i),
+            scale=self._layer_scale(i),
         )
 
     def experts(self, i: int) -> Experts:
@@ -189,7 +192,17 @@ class _Loader:
         return False
 
     def norm(self, name: str, i: int = 0) -> Norm:
-        return Norm(self._norm_weight(name, i, self._config.hidden_size), self._config.norm_eps)
+        return Norm(self._norm_weight(name, i, self._config.hidden_size), self._config.stream_eps)
+
+    def final_norm(self) -> Norm:
+        """Return the norm before the output matrix, with the divisor of the logits in it."""
+        weight, eps = self.norm(self._names.final_norm)
+        divisor = self._config.logit_divisor
+        return Norm(weight if divisor == 1 else weight / divisor, eps)
+
+    def _layer_scale(self, i: int) -> float:
+        name = self._names.layer_scale.format(i=i)
+        return float(self._vector(name, 1, device="cpu")[0]) if name in self._files else 1.0
 
     def require_all_used(self) -> None:
         """Raise ModelError where a layer has an unused tensor: the model has an operation that is not known here."""
@@ -317,7 +330,7 @@ class _Loader:
     def _with_divisors(self, config: RopeConfig) -> RopeConfig:
         """Add the frequency divisors that a GGUF has as tensors."""
         plain = next((name for name in ROPE_DIVISORS if name in self._files), None)
-        if plain is None or config.divisors:
+        if plain is None or config.divisors or config.undivided:
             return config
         divisors = self._divisors(plain, config)
         if LONG_ROPE_DIVISORS not in self._files:

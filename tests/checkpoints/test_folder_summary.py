@@ -113,6 +113,20 @@ def test_a_family_may_omit_its_defaults(tmp_path: Path) -> None:
     assert of_config(tmp_path, model_type="mistral", sliding_window=None).sliding_window == 4096
 
 
+def test_layers_of_gemma_4_differ_in_their_heads(tmp_path: Path) -> None:
+    """The last layer never has a window."""
+    text = {"model_type": "gemma4_text", "hidden_size": 8, "num_hidden_layers": 2}
+    whole = {"num_global_key_value_heads": 2, "attention_k_eq_v": True}
+    own = {"per_layer_config": {"0": {"head_dim": 64, "num_key_value_heads": 1}}}
+    for options, kv_heads, key_lens in (
+        ({}, [4, 4], [256, 512]),
+        (whole, [4, 2], [256, 512]),
+        (own, [1, 4], [64, 256]),
+    ):
+        result = summary(tmp_path / "m", folder_files({"model_type": "gemma4", "text_config": text | options}))
+        assert (result.kv_heads, result.key_lens, result.value_lens) == (kv_heads, key_lens, key_lens)
+
+
 def test_the_sliding_window(tmp_path: Path) -> None:
     assert of_config(tmp_path, sliding_window=4096).sliding_window == 4096
     assert of_config(tmp_path, sliding_window=4096, use_sliding_window=False).sliding_window == 0

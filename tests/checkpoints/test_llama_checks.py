@@ -119,6 +119,13 @@ def test_metadata_that_kills_llama_cpp_is_refused(tmp_path: Path, keys: dict[str
     assert says in refusal(tmp_path, QWEN.with_keys(**changes))
 
 
+@pytest.mark.parametrize("architecture", ["mistral3", "granite", "smollm3"])
+def test_a_head_of_which_llama_cpp_asserts_that_all_is_rotated(tmp_path: Path, architecture: str) -> None:
+    check(tmp_path, model(architecture, [LLAMA] * 2, rope__dimension_count=8))
+    part = model(architecture, [LLAMA] * 2, rope__dimension_count=6)
+    assert "6 numbers of a head are rotated, and it has 8" in refusal(tmp_path, part)
+
+
 @pytest.mark.parametrize(
     ("tokens", "says"),
     [

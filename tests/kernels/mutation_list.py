@@ -273,6 +273,13 @@ MUTATIONS = [
     Mutation(WRITE_KV, "interleaved dimensions without their partners", "partner = d ^ 1", "partner = d", OF_WRITE_KV),
     Mutation(
         WRITE_KV,
+        "queries grow by the factor of the span before",
+        "tl.minimum(position // span, last_span)",
+        "tl.maximum(tl.minimum(position // span, last_span) - 1, 0)",
+        OF_WRITE_KV,
+    ),
+    Mutation(
+        WRITE_KV,
         "the padding of a last pair of groups is stored",
         "codes = tl.where(tl.arange(0, P)[None, :] < WIDTH, codes, 0)",
         "codes = codes",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Generator, Tensor
@@ -48,13 +50,12 @@ def test_norms_equal_float64(
     assert got.dtype == (out_dtype or case.dtype)
     expect(got, want, want.abs())
 
-    for post in (None, post_weight):
-        normed, total = add_rms_norm(
-            x, residual, weight, EPS, post_weight=post, out_dtype=out_dtype, implementation=implementation
-        )
+    for post, scale in ((None, 1.0), (post_weight, 1.0), (post_weight, 0.3)):
+        options: dict[str, Any] = {"post_weight": post, "scale": scale, "out_dtype": out_dtype}
+        normed, total = add_rms_norm(x, residual, weight, EPS, **options, implementation=implementation)
         added = x.double() if post is None else exact_rms(x, post)
         assert total.dtype == torch.float32
-        expect(total, residual.double() + added, residual.double().abs() + added.abs())
+        expect(total, (residual.double() + added) * scale, (residual.double().abs() + added.abs()) * scale)
         want = exact_rms(total, weight)  # of the rounded sum, which the next layer reads
         expect(normed, want, want.abs())
 

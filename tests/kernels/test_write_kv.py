@@ -49,6 +49,7 @@ def run(given: Inputs, implementation: str, out_dtype: torch.dtype | None = None
         rope=given.rope,
         q_norm=given.q_norm,
         k_norm=given.k_norm,
+        v_norm=given.v_norm,
         eps=1e-5,
         out_dtype=out_dtype,
         implementation=implementation,

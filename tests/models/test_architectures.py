@@ -95,6 +95,17 @@ def test_two_sequences_in_a_batch(name: str, decoders: Any) -> None:
         assert relative_error(got, expected(built(name), ids)) < F32
 
 
+@pytest.mark.parametrize("name", ["ministral3", "granite", "gemma4"])
+def test_greedy_text(name: str, folders: Any) -> None:
+    """64 tokens, one after the other, are those that transformers finds the most likely."""
+    session, ids = Session(decoder_of(folders(name), context=96)), text(8, 12)
+    row = session.run({0: ids})[0][-1]
+    for _ in range(64):
+        ids.append(int(row.argmax()))
+        row = session.run({0: ids[-1:]})[0][-1]
+    assert ids[8:] == expected(built(name), ids)[7:-1].argmax(-1).tolist()
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_bfloat16(name: str, folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(edgelm.kernels.matmul, "ROWS", 16)  # more rows are a prompt, where norms are ops of their own
@@ -126,7 +137,10 @@ def test_padding_changes_nothing(name: str, decoders: Any) -> None:
         assert relative_error(got_more[sequence], want_more[sequence]) < F32
 
 
-@pytest.mark.parametrize(("name", "per_layer", "ends"), [("llama3", 6, 4), ("qwen3", 6, 4), ("gemma3", 8, 3)])
+@pytest.mark.parametrize(
+    ("name", "per_layer", "ends"),
+    [("llama3", 6, 4), ("qwen3", 6, 4), ("gemma3", 8, 3), ("ministral3", 6, 4), ("granite", 6, 4), ("gemma4", 8, 4)],
+)
 def test_ops_of_a_step(name: str, per_layer: int, ends: int, decoders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each op is one kernel if a step has few rows; with CUDA graphs, a small step costs their number."""
     decoder = decoders(name)
@@ -195,19 +209,28 @@ def test_old_and_new_names_of_the_same_settings(folders: Any) -> None:
     assert read_config(old) == read_config(settings)
 
 
-@pytest.mark.parametrize("prefix", ["language_model.", "model.language_model."])
-def test_a_language_model_inside_a_larger_one(prefix: str, folders: Any, tmp_path: Path) -> None:
-    tensors = load_file(folders("gemma3") / "model.safetensors")
+@pytest.mark.parametrize(
+    ("name", "outer", "prefix"),
+    [
+        ("gemma3", "gemma3", "language_model."),
+        ("gemma3", "gemma3", "model.language_model."),
+        ("ministral3", "mistral3", "language_model."),
+        ("mistral", "mistral3", "model.language_model."),
+        ("gemma4", "gemma4", "model.language_model."),
+    ],
+)
+def test_a_language_model_inside_a_larger_one(name: str, outer: str, prefix: str, folders: Any, tmp_path: Path) -> None:
+    tensors = load_file(folders(name) / "model.safetensors")
     renamed = {
         prefix + name.removeprefix("model." * prefix.startswith("model.")): tensor for name, tensor in tensors.items()
     }
     renamed["vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight"] = torch.zeros(3, 3)
     save_file(renamed, tmp_path / "model.safetensors")
-    settings = json.loads((folders("gemma3") / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": settings}))
+    settings = json.loads((folders(name) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": outer, "text_config": settings}))
     ids = text(20, 7)
     got = Session(decoder_of(tmp_path)).run({0: ids})[0]
-    assert relative_error(got, expected(built("gemma3"), ids)) < F32
+    assert relative_error(got, expected(built(name), ids)) < F32
 
 
 def changed(folder: Path, source: Path, *, tensors: dict[str, Any] | None = None, **config: Any) -> Path:

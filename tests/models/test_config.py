@@ -16,7 +16,8 @@ from edgelm.models.families import FAMILIES
 from tests.counts import Count
 from tests.models.tiny_models import MODELS, SIZES
 
-TYPES = sorted({model_type for family in FAMILIES for model_type in family.folder} - {"gemma3"})
+OUTER = {"gemma3", "mistral3", "gemma4", "gemma4_unified"}  # of models whose decoder has a type of its own
+TYPES = sorted({model_type for family in FAMILIES for model_type in family.folder} - OUTER)
 GGUF = {
     "general.architecture": "llama",
     "llama.embedding_length": 64,
@@ -42,8 +43,9 @@ def test_sizes(name: str) -> None:
     model_type, options = MODELS[name]
     config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **options})
     got = read_config(saved(config))
-    assert (got.hidden_size, got.num_heads, got.num_kv_heads) == (64, 4, options.get("num_key_value_heads", 2))
-    assert got.head_dim == (config.head_dim or 16)
+    assert (got.hidden_size, got.num_heads) == (64, 4)
+    assert got.layers[0].num_kv_heads == options.get("num_key_value_heads", 2)
+    assert got.layers[0].head_dim == {**SIZES, **options}["head_dim"]
     assert len(got.layers) == config.num_hidden_layers
     assert got.context == 256
     assert got.norm_eps == config.rms_norm_eps
@@ -94,6 +96,15 @@ def test_the_two_rotations_of_gemma_3() -> None:
     assert [(layer.rope.theta, layer.rope.factor) for layer in layers if layer.rope] == [(1e4, 1.0)] * 5 + [(1e6, 8.0)]
 
 
+def test_a_granite_without_positions() -> None:
+    assert [layer.rope for layer in read_config(gguf("granite", **{"rope.scaling.finetuned": False})).layers] == [
+        None
+    ] * 2
+    rotated = read_config(gguf("granite", **{"rope.scaling.finetuned": True}))
+    assert rotated == read_config(gguf("granite"))
+    assert all(layer.rope for layer in rotated.layers)
+
+
 def test_attention_scale_of_the_largest_gemma() -> None:
     keys = {"attention.key_length": 128, "attention.value_length": 128, "embedding_length": 4608}
     keys |= {"attention.head_count": 32}
@@ -108,6 +119,10 @@ def test_attention_scale_of_the_largest_gemma() -> None:
         ({"architectures": ["What"]}, "does not support the architecture None"),
         (gguf("bloom"), "does not support the architecture 'bloom'"),
         (gguf("llama", **{"attention.head_count": [4, 8]}), "layers that differ in their number of heads"),
+        (gguf("llama", residual_scale=0.22), "models with residual_scale = 0.22 are not supported"),
+        (gguf("granite", **{"attention.temperature_scale": 0.1}), "models with attention.temperature_scale = 0.1"),
+        (gguf("mistral3", logit_scale=8.0), "models with logit_scale = 8.0 are not supported"),
+        (gguf("granite", residual_scale=-1.0), "sizes in the model's configuration cannot be true"),
         (gguf("llama", expert_shared_count=1), "models with expert_shared_count = 1 are not supported"),
         (gguf("llama", **{"attention.value_length": 8}), "heads whose keys and values differ in size"),
         (gguf("llama", **{"attention.key_length": 12, "attention.value_length": 12}), "heads of 12 numbers"),
@@ -145,13 +160,14 @@ ODD = st.one_of(
     st.just({"rope_type": "yarn", "factor": 0}),
     st.just({"rope_type": "longrope", "original_max_position_embeddings": 1, "short_factor": [0]}),
     st.just({"full_attention": {"rope_type": []}}),
+    st.just({"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": -1}),
 )
 KEYS = (
     "head_dim num_key_value_heads num_hidden_layers hidden_size num_attention_heads rope_parameters rope_scaling "
     "rope_theta sliding_window layer_types use_sliding_window max_window_layers sliding_window_pattern rms_norm_eps "
     "hidden_act query_pre_attn_scalar num_experts num_local_experts num_experts_per_tok mlp_only_layers model_type "
     "decoder_sparse_step no_rope_layers partial_rotary_factor original_max_position_embeddings text_config "
-    "max_position_embeddings"
+    "max_position_embeddings embedding_multiplier residual_multiplier attention_multiplier logits_scaling"
 ).split()
 
 
@@ -170,7 +186,8 @@ GGUF_KEYS = (
     "attention.sliding_window attention.sliding_window_pattern rope.scaling.type rope.scaling.factor rope.freq_base "
     "rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow "
     "rope.dimension_count rope.scaling.original_context_length expert_count expert_used_count attention.scale "
-    "attn_logit_softcapping attention.layer_norm_rms_epsilon logit_scale"
+    "attn_logit_softcapping attention.layer_norm_rms_epsilon logit_scale residual_scale embedding_scale "
+    "attention.temperature_scale rope.scaling.yarn_log_multiplier rope.scaling.finetuned"
 ).split()
 
 

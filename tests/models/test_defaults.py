@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from edgelm.base.errors import ModelError
 from edgelm.checkpoints.config_json import DEFAULTS
 from edgelm.models.config import ModelConfig, read_config
-from tests.models.test_config import TYPES, saved
+from tests.models.test_config import OUTER, TYPES, saved
 
 # sizes with which no default is right by chance: a head of hidden_size / num_attention_heads numbers has 48
 STATED = {
@@ -48,6 +48,12 @@ OTHERS: dict[str, Any] = {
     "final_logit_softcapping": 7.0,
     "attn_logit_softcapping": 8.0,
     "swiglu_limit": 3.0,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.25,
+    "attention_multiplier": 0.125,
+    "logits_scaling": 8.0,
 }
 OLD_OF_GEMMA_3 = ("sliding_window_pattern", "rope_local_base_freq")
 OLD = (
@@ -85,6 +91,12 @@ def variants(model_type: str) -> Iterator[tuple[str, Config]]:
             if name not in OLD:
                 yield f"null {name}", {**full, name: None}
     if model_type == "phi3":  # it has other kinds of RoPE
+        return
+    if model_type.startswith("gemma4"):  # there transformers knows no old names
+        yield "null rope_parameters", {**full, "rope_parameters": None}
+        yield "a length of whole layers", {**full, "global_head_dim": 64}
+        yield "heads of whole layers", {**full, "num_global_key_value_heads": 2}
+        yield "heads without the flag", {**full, "num_global_key_value_heads": 2, "attention_k_eq_v": False}
         return
     for name in ("rope_scaling", "rope_parameters"):
         yield f"null {name}", {**full, name: None}
@@ -133,8 +145,11 @@ def test_a_bert_has_the_defaults_of_its_class() -> None:
 
 
 def test_the_table_has_no_family_that_is_not_compared() -> None:
-    assert set(DEFAULTS) - {"bert", "gemma3"} <= set(TYPES)  # gemma3's decoder is gemma3_text
+    assert set(DEFAULTS) - {"bert", *OUTER} <= set(TYPES)
     assert DEFAULTS["gemma3"] == DEFAULTS["gemma3_text"]
+    assert DEFAULTS["mistral3"] == DEFAULTS["mistral"]
+    assert DEFAULTS["gemma4"] == DEFAULTS["gemma4_text"]
+    assert DEFAULTS["gemma4_unified"] == DEFAULTS["gemma4_unified_text"]
 
 
 def test_another_sharpness_of_the_gate_is_refused() -> None:

@@ -46,6 +46,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama2": {},
     "llama3": {"rope_parameters": LLAMA3, "mlp_bias": False},
     "tied": {},
+    "ministral3": {},
+    "granite": {},
     "mixtral": {},
     "smollm3": {},
     "qwen2": {"use_sliding_window": False},
@@ -54,6 +56,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma": {},
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32},
+    "gemma4": {},
     "phi3": {
         "sliding_window": None,
         "max_position_embeddings": 512,

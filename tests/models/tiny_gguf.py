@@ -21,6 +21,8 @@ from torch import Tensor
 
 ARCHITECTURES = {
     "llama": "llama",
+    "ministral3": "mistral3",
+    "granite": "granite",
     "mixtral": "llama",
     "smollm3": "smollm3",
     "qwen2": "qwen2",
@@ -29,6 +31,7 @@ ARCHITECTURES = {
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "phi3": "phi3",
     "gpt_oss": "gpt-oss",
 }
@@ -111,7 +114,9 @@ def _is_plain(name: str, num_dims: int) -> bool:
 
 
 def _write_keys(writer: GGUFWriter, config: Any) -> None:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    gemma4 = config.model_type == "gemma4_text"
+    layer = config.per_layer_config[0] if gemma4 else config
+    head_dim = getattr(layer, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_tokenizer_model("no_vocab")
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
@@ -119,9 +124,12 @@ def _write_keys(writer: GGUFWriter, config: Any) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    if gemma4:
+        _write_heads(writer, config, head_dim)
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     experts = getattr(config, "num_local_experts", None)
     if experts:
@@ -129,12 +137,33 @@ def _write_keys(writer: GGUFWriter, config: Any) -> None:
         writer.add_expert_used_count(config.num_experts_per_tok)
         if config.model_type != "mixtral":
             writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
-    if config.model_type in ("gemma2", "gemma3_text", "gpt_oss", "phi3"):
+    if config.model_type in ("gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "phi3"):
         writer.add_sliding_window(config.sliding_window or 0)
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.model_type == "granite":
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     _write_rope(writer, config, head_dim)
+
+
+def _write_heads(writer: GGUFWriter, config: Any, head_dim: int) -> None:
+    """Write the heads of Gemma 4: those of the last layer, which has no window, are longer."""
+    window = [kind == "sliding_attention" for kind in config.layer_types]
+    layers = [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
+    writer.add_head_count_kv([layer.num_key_value_heads for layer in layers])
+    writer.add_key_length(layers[-1].head_dim)
+    writer.add_value_length(layers[-1].head_dim)
+    writer.add_key_length_swa(head_dim)
+    writer.add_value_length_swa(head_dim)
+    writer.add_rope_dimension_count_swa(head_dim)
+    writer.add_shared_kv_layers(0)
+    writer.add_embedding_length_per_layer_input(0)
+    writer.add_sliding_window_pattern(window)
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
 
 
 def _write_rope(writer: GGUFWriter, config: Any, head_dim: int) -> None:
@@ -145,7 +174,10 @@ def _write_rope(writer: GGUFWriter, config: Any, head_dim: int) -> None:
     if local is not None:
         writer.add_rope_freq_base_swa(local["rope_theta"])
     kind = rope["rope_type"]
-    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    if kind == "proportional":
+        dim = config.per_layer_config[config.num_hidden_layers - 1].head_dim
+    writer.add_rope_dimension_count(dim)
     if kind in ("linear", "yarn"):
         writer.add_rope_scaling_type(RopeScalingType(kind))
         writer.add_rope_scaling_factor(rope["factor"])
@@ -154,6 +186,9 @@ def _write_rope(writer: GGUFWriter, config: Any, head_dim: int) -> None:
     if kind == "yarn":
         writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast", 32.0))
         writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow", 1.0))
+        if "llama_4_scaling_beta" in rope:
+            writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+            writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if kind == "longrope":
         original = rope["original_max_position_embeddings"]
         stretch = config.max_position_embeddings / original
@@ -163,9 +198,9 @@ def _write_rope(writer: GGUFWriter, config: Any, head_dim: int) -> None:
 def _tensors(model: Any, *, in_place: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor by its name in a GGUF; `in_place`: as a view of the model's, without permuting rows."""
     config = model.config
-    gemma = config.model_type.startswith("gemma")
+    gemma = config.model_type.startswith("gemma") and config.model_type != "gemma4_text"
     names = NAMES
-    if config.model_type in ("gemma2", "gemma3_text"):
+    if config.model_type in ("gemma2", "gemma3_text", "gemma4_text"):
         names = NAMES | GEMMA_NAMES
     if config.model_type == "gpt_oss":
         names = NAMES | {"post_attention_layernorm": "post_attention_norm"}
@@ -182,14 +217,21 @@ def _tensors(model: Any, *, in_place: bool = False) -> Iterator[tuple[str, Tenso
         base, suffix = rest.rsplit(".", 1)
         if gemma and base.endswith("norm") and not in_place:
             tensor = tensor + 1
-        if not in_place and ARCHITECTURES[config.model_type] in ("llama", "smollm3"):
+        if not in_place and ARCHITECTURES[config.model_type] in ("llama", "smollm3", "mistral3", "granite"):
             if base == "self_attn.q_proj":
                 tensor = permuted(tensor, config.num_attention_heads)
             elif base == "self_attn.k_proj":
                 tensor = permuted(tensor, config.num_key_value_heads)
         yield f"{block}{names[base]}.{suffix}", tensor
     if not in_place:
+        yield from _layer_scales(model)
         yield from _rope_tensors(config)
+
+
+def _layer_scales(model: Any) -> Iterator[tuple[str, Tensor]]:
+    for name, buffer in model.named_buffers():
+        if match := LAYER.fullmatch(name):
+            yield f"blk.{match[1]}.layer_output_scale.weight", buffer
 
 
 def _experts(block: str, rest: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
@@ -209,6 +251,10 @@ def _experts(block: str, rest: str, tensor: Tensor, config: Any) -> Iterator[tup
 
 def _rope_tensors(config: Any) -> Iterator[tuple[str, Tensor]]:
     rope = config.rope_parameters
+    if "full_attention" in rope and rope["full_attention"]["rope_type"] == "proportional":
+        pairs = config.per_layer_config[config.num_hidden_layers - 1].head_dim // 2
+        turning = int(pairs * rope["full_attention"]["partial_rotary_factor"])
+        yield "rope_freqs.weight", torch.tensor([1.0] * turning + [1e30] * (pairs - turning))
     if rope.get("rope_type") == "longrope":
         yield "rope_factors_long.weight", torch.tensor(rope["long_factor"])
         yield "rope_factors_short.weight", torch.tensor(rope["short_factor"])

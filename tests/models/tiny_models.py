@@ -52,6 +52,17 @@ YARN = {
     "truncate": False,
     "original_max_position_embeddings": 32,
 }
+GROWING = {  # the factor of the scale is 1, and queries grow after 16 positions
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.4,
+}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,
@@ -67,6 +78,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("llama", {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}),
     "tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "mistral": ("mistral", {"sliding_window": WINDOW}),
+    "ministral3": ("ministral3", {"rope_parameters": GROWING}),
+    "granite": (
+        "granite",
+        {
+            "tie_word_embeddings": True,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.125,
+            "logits_scaling": 10.0,
+            "rms_norm_eps": 1e-3,
+        },
+    ),
     "mixtral": ("mixtral", {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 3}),
     "smollm3": ("smollm3", {"num_hidden_layers": 4}),
     "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1, "head_dim": 16}),
@@ -95,6 +118,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma4": (  # the last layer has longer heads, fewer of keys, and values that are keys
+        "gemma4_text",
+        {
+            "sliding_window": WINDOW,
+            "num_hidden_layers": 6,
+            "global_head_dim": 64,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
     "phi3": (
         "phi3",
         {
@@ -121,7 +156,13 @@ def build(name: str, seed: int = 0, **changes: Any) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, tensor in model.named_parameters():
-            tensor.copy_(_random(key, tensor, generator, centre=0.0 if name.startswith("gemma") else 1.0))
+            offset = name.startswith("gemma") and name != "gemma4"
+            tensor.copy_(_random(key, tensor, generator, centre=0.0 if offset else 1.0))
+            if name == "gemma4" and key.endswith(("q_norm.weight", "k_norm.weight")):
+                tensor.mul_(0.4)  # nothing else scales the logits of attention
+        for key, tensor in model.named_buffers():
+            if key.endswith("layer_scalar"):
+                tensor.copy_(0.5 + torch.rand(tensor.shape, generator=generator))
     return model
 
 
@@ -172,12 +213,12 @@ class Session:
             allocate(
                 FORMATS[self.format],
                 self.num_blocks,
-                config.num_kv_heads,
-                config.head_dim,
+                layer.num_kv_heads,
+                layer.head_dim,
                 self.decoder.device,
                 self.cache_dtype,
             )
-            for _ in config.layers
+            for layer in config.layers
         ]
         order = torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(7))
         self._free = order.tolist()

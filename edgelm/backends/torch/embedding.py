@@ -103,9 +103,10 @@ class TorchEmbedder:
         size = FIRST_SIZE // BLOCK_LEN
         while size < num_blocks:
             size *= 2
-        config = self._decoder.config
+        layers = self._decoder.config.layers
         dtype = torch.float16 if self._device.type == "cuda" else torch.float32
-        needed = size * BLOCK_LEN * len(config.layers) * config.num_kv_heads * config.head_dim * 2 * dtype.itemsize
+        numbers = sum(layer.num_kv_heads * layer.head_dim for layer in layers)
+        needed = size * BLOCK_LEN * numbers * 2 * dtype.itemsize
         if self._device.type == "cpu" and (free := available_memory_bytes()) * USABLE < needed:
             raise EngineError(
                 f"embeddings of {num_blocks * BLOCK_LEN:,} tokens need {needed / 2**30:.2f} GiB of memory, "
@@ -114,7 +115,6 @@ class TorchEmbedder:
             )
         with gpu_errors():
             self._caches = [
-                allocate(FORMATS[KV], size, config.num_kv_heads, config.head_dim, self._device, dtype)
-                for _ in config.layers
+                allocate(FORMATS[KV], size, layer.num_kv_heads, layer.head_dim, self._device, dtype) for layer in layers
             ]
         self._size = size

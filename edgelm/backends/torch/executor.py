@@ -88,7 +88,6 @@ class TorchExecutor:
         assert options.capacity % BLOCK_LEN == 0
         assert options.context <= options.capacity
         config, device = decoder.config, decoder.device
-        num_layers = len(config.layers)
         cache_format = FORMATS[options.kv]
         self._decoder: Decoder | None = decoder
         self._snapshots = snapshots
@@ -107,7 +106,9 @@ class TorchExecutor:
             repeatable=options.repeatable,
             block_len=BLOCK_LEN,
             runs_ahead=device.type == "cuda" if options.runs_ahead is None else options.runs_ahead,
-            kv_bytes_per_token=num_layers * cache_format.bytes_per_token(config.num_kv_heads, config.head_dim),
+            kv_bytes_per_token=sum(
+                cache_format.bytes_per_token(layer.num_kv_heads, layer.head_dim) for layer in config.layers
+            ),
         )
         self._logits = torch.empty((0, decoder.vocab_size))
         self._host_sampler = HostSampler(decoder.vocab_size)
@@ -131,9 +132,9 @@ class TorchExecutor:
         config, device = decoder.config, decoder.device
         num_blocks = options.capacity // BLOCK_LEN
         with gpu_errors():
-            for _ in config.layers:
+            for layer in config.layers:
                 self._caches.append(
-                    allocate(cache_format, num_blocks, config.num_kv_heads, config.head_dim, device, torch.float16)
+                    allocate(cache_format, num_blocks, layer.num_kv_heads, layer.head_dim, device, torch.float16)
                 )
             self._buffers = StepBuffers(
                 max_tokens=options.max_tokens,

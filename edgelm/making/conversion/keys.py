@@ -54,15 +54,18 @@ def write_model_keys(writer: GGUFWriter, config: ModelConfig, layout: Layout, ab
     writer.add_block_count(len(config.layers))
     writer.add_feed_forward_length(about.inner_size or _inner_size(shapes))
     writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    _write_heads(writer, config)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_vocab_size(shapes["token_embd.weight"][0])
     if config.attention_softcap:
         writer.add_attn_logit_softcapping(config.attention_softcap)
     if config.final_softcap:
         writer.add_final_logit_softcapping(config.final_softcap)
+    if target_family(config).scaled:
+        writer.add_embedding_scale(config.embedding_scale)
+        writer.add_residual_scale(config.residual_scale)
+        writer.add_attention_scale(config.attention_scale)
+        writer.add_logit_scale(config.logit_divisor)
     if config.experts:
         writer.add_expert_count(config.experts.count)
         writer.add_expert_used_count(config.experts.used)
@@ -119,11 +122,14 @@ def _refusals(config: ModelConfig) -> Iterator[str]:
     every = family.rope_every
     if rotated != [not every or (i + 1) % every != 0 for i in range(len(rotated))]:
         yield "other layers than usual do not rotate keys and queries"
-    divisor = config.head_dim
+    divisor = max(layer.head_dim for layer in config.layers)
     if GEMMA_27B_LAYERS.get(family.gguf) == len(config.layers):
         divisor = config.hidden_size // config.num_heads
-    if abs(config.attention_scale * divisor**0.5 - 1) > 1e-6:
+    if not (family.scaled or family.value_norm) and abs(config.attention_scale * divisor**0.5 - 1) > 1e-6:
         yield f"it divides by the root of {config.attention_scale**-2:g} in attention, and there it is {divisor}"
+    ropes = [layer.rope for layer in config.layers if layer.rope]
+    if any(rope.temperature for rope in ropes) and not (family.temperature and ropes[0].kind == "yarn"):
+        yield "its queries grow with their position"
     if family.gguf == "gemma2" and not (config.attention_softcap and config.final_softcap):
         yield "it has no soft caps, and there Gemma 2 always has"
 
@@ -135,6 +141,21 @@ def _write_description(writer: GGUFWriter, layout: Layout, about: Description) -
     writer.add_license(about.licence)
     writer.add_file_type(_file_type(layout))
     writer.add_quantization_version(GGML_QUANT_VERSION)
+
+
+def _write_heads(writer: GGUFWriter, config: ModelConfig) -> None:
+    """Write the sizes of heads: of layers without a window, and Gemma 4's of those with one."""
+    kv_heads = [layer.num_kv_heads for layer in config.layers]
+    writer.add_head_count_kv(kv_heads if len(set(kv_heads)) > 1 else kv_heads[0])
+    lengths = {layer.window > 0: layer.head_dim for layer in config.layers}
+    length = lengths[min(lengths)]
+    writer.add_key_length(length)
+    writer.add_value_length(length)
+    if target_family(config).gguf == "gemma4":
+        writer.add_key_length_swa(lengths.get(True, length))
+        writer.add_value_length_swa(lengths.get(True, length))
+        writer.add_shared_kv_layers(0)
+        writer.add_embedding_length_per_layer_input(0)
 
 
 def _inner_size(shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -156,7 +177,9 @@ def _write_windows(writer: GGUFWriter, config: ModelConfig) -> None:
         return
     writer.add_sliding_window(max(windows))
     every = family.window_every
-    if [window > 0 for window in windows] != [not every or i % every < every - 1 for i in range(len(windows))]:
+    if family.gguf == "gemma4" or [window > 0 for window in windows] != [
+        not every or i % every < every - 1 for i in range(len(windows))
+    ]:
         writer.add_sliding_window_pattern([window > 0 for window in windows])
 
 
@@ -167,12 +190,14 @@ def _write_rope(writer: GGUFWriter, config: ModelConfig) -> None:
     writer.add_rope_freq_base(rope.theta)
     writer.add_rope_dimension_count(rope.dim)
     local = next((layer.rope for layer in config.layers if layer.window and layer.rope), None)
-    if target_family(config).gguf == "gemma3" and local is not None:
+    if target_family(config).gguf in ("gemma3", "gemma4") and local is not None:
         writer.add_rope_freq_base_swa(local.theta)
-    _write_scaling(writer, rope)
+    if target_family(config).gguf == "gemma4" and local is not None:
+        writer.add_rope_dimension_count_swa(local.dim)
+    _write_scaling(writer, rope, temperature=target_family(config).temperature)
 
 
-def _write_scaling(writer: GGUFWriter, rope: RopeConfig) -> None:
+def _write_scaling(writer: GGUFWriter, rope: RopeConfig, *, temperature: bool) -> None:
     match rope.kind:
         case "linear":
             writer.add_rope_scaling_type(RopeScalingType.LINEAR)
@@ -183,7 +208,12 @@ def _write_scaling(writer: GGUFWriter, rope: RopeConfig) -> None:
             writer.add_rope_scaling_orig_ctx_len(rope.original_context)
             writer.add_rope_scaling_yarn_beta_fast(rope.beta_fast)
             writer.add_rope_scaling_yarn_beta_slow(rope.beta_slow)
-            own = rope.scale / yarn_scale(rope.factor)  # llama.cpp multiplies by the usual scale itself
+            usual = yarn_scale(rope.factor)  # llama.cpp multiplies by it itself
+            if temperature:  # and divides by it again, for this family
+                writer.add_rope_scaling_yarn_log_mul(1.0)
+                writer.add_attn_temperature_scale(rope.temperature)
+                usual = 1.0
+            own = rope.scale / usual
             if abs(own - 1) > 1e-6:
                 writer.add_rope_scaling_attn_factors(own)
         case "longrope":

@@ -72,6 +72,8 @@ def rope_numbers(config: ModelConfig) -> dict[str, tuple[float, ...]]:
         return {"rope_freqs.weight": tuple(_llama3_divisors(rope))}
     if rope.kind == "longrope":
         return {"rope_factors_long.weight": rope.long_divisors, "rope_factors_short.weight": rope.divisors}
+    if rope.divisors:
+        return {"rope_freqs.weight": rope.divisors}
     return {}
 
 
@@ -150,23 +152,26 @@ class _Planner:
 
     def _attention(self, i: int) -> Iterator[OutTensor]:
         config, ours, theirs = self.config, self.ours, self.theirs
-        q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        layer = config.layers[i]
+        q_rows, kv_rows = config.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
         width, sizes = config.hidden_size, (q_rows, kv_rows, kv_rows)
         yield self._norm(ours.attention_norm, theirs.attention_norm, i, width)
         fused = f"{ours.qkv.format(i=i)}.weight" in self.files
         if fused and self.family.gguf == "phi3":
             yield from self._linear(ours.qkv, theirs.qkv, i, sum(sizes), width)
         else:
-            head = config.head_dim if self.family.gguf_interleaved else 0
+            head = layer.head_dim if self.family.gguf_interleaved else 0
             starts = (0, q_rows, q_rows + kv_rows)
             named = zip((ours.q, ours.k, ours.v), (theirs.q, theirs.k, theirs.v), (head, head, 0), strict=True)
             for (our, their, head_rows), rows, start in zip(named, sizes, starts, strict=True):
+                if our == ours.v and layer.keys_are_values:
+                    continue
                 cut = (start, sum(sizes)) if fused else None
                 yield from self._linear(ours.qkv if fused else our, their, i, rows, width, head_rows, cut)
         yield from self._linear(ours.out, theirs.out, i, width, q_rows)
         if config.family.qk_norm:
-            yield self._norm(ours.q_norm, theirs.q_norm, i, config.head_dim)
-            yield self._norm(ours.k_norm, theirs.k_norm, i, config.head_dim)
+            yield self._norm(ours.q_norm, theirs.q_norm, i, layer.head_dim)
+            yield self._norm(ours.k_norm, theirs.k_norm, i, layer.head_dim)
         if config.family.sinks:
             yield self._vector(ours.sinks.format(i=i), theirs.sinks.format(i=i), config.num_heads)
         if config.family.post_norms:
@@ -186,6 +191,8 @@ class _Planner:
         yield from self._linear(ours.down, theirs.down, i, width, inner)
         if self.config.family.post_norms:
             yield self._norm(ours.feed_post_norm, theirs.feed_post_norm, i, width)
+        if (scale := ours.layer_scale.format(i=i)) in self.files:
+            yield self._vector(scale, theirs.layer_scale.format(i=i), 1)
 
     def _fused_gate_up(self, i: int, inner: int, *, fused: bool) -> Iterator[OutTensor]:
         """Yield gate and up as one matrix, which a folder has as one or as two."""

@@ -22,7 +22,7 @@ from edgelm.kernels.matmul import Lengths, matmul
 from edgelm.kernels.route import route
 from edgelm.making.quantization.int4_layer import Place, Statistics
 from edgelm.models.config import ModelConfig
-from edgelm.models.decoder import Batch, Decoder, FeedForward, Layer, Linear, NextNorm, Stream, Weights
+from edgelm.models.decoder import Attention, Batch, Decoder, FeedForward, Layer, Linear, NextNorm, Stream, Weights
 from edgelm.models.moe import Experts, Stack
 
 BATCH_TOKENS = 2048
@@ -39,10 +39,11 @@ class Calibration:
         self._device = device
         num, self.length = ids.shape
         self._residuals = torch.stack(
-            [embedding(row, embeddings, scale=config.embedding_scale, implementation=OPS) for row in ids]
+            [embedding(row, embeddings, scale=config.stream_scale, implementation=OPS) for row in ids]
         )
+        self._cache: LayerCache | None = None
         self._per_batch = max(1, min(num, BATCH_TOKENS // self.length))
-        self._batch, self._cache = self._prepared(self._per_batch)
+        self._batch = self._prepared(self._per_batch)
 
     def observe(self, layer: Layer) -> dict[Place, Statistics]:
         """Run a layer; return the statistics of the inputs of its matrices. The streams stay before the layer."""
@@ -60,9 +61,10 @@ class Calibration:
 
     def _run(self, runner: _Runner, part: slice) -> Tensor:
         streams = self._residuals[part]
-        batch, cache = self._batch, self._cache
+        batch = self._batch
         if len(streams) < self._per_batch:  # the last one
-            batch, cache = self._prepared(len(streams))
+            batch = self._prepared(len(streams))
+        cache = self._cache_of(runner.layer.attention, batch)
         with torch.no_grad():
             result = runner.run(streams.flatten(0, 1).to(self._device), batch, cache)
         return result.view_as(streams).to(streams.device)
@@ -70,13 +72,24 @@ class Calibration:
     def _parts(self) -> list[slice]:
         return [slice(start, start + self._per_batch) for start in range(0, len(self._residuals), self._per_batch)]
 
-    def _prepared(self, num: int) -> tuple[Batch, LayerCache]:
-        """Return a batch of whole sequences, and the cache of its keys and values."""
+    def _cache_of(self, layer: Attention, batch: Batch) -> LayerCache:
+        """Return the cache of a batch's keys and values; layers of one kind share the last one."""
+        heads, num_blocks = (layer.num_kv_heads, layer.head_dim), batch.block_tables.numel()
+        if (
+            self._cache is None
+            or (self._cache.num_kv_heads, self._cache.head_dim) != heads
+            or (self._cache.num_blocks < num_blocks)
+        ):
+            self._cache = allocate(FORMATS["f16"], num_blocks, *heads, self._device, torch.float32)
+        return self._cache
+
+    def _prepared(self, num: int) -> Batch:
+        """Return a batch of whole sequences."""
         length, blocks = self.length, -(-self.length // BLOCK_LEN)
         positions = torch.arange(length, dtype=torch.int32, device=self._device).repeat(num)
         starts = torch.arange(num + 1, dtype=torch.int32, device=self._device)
         first_slots = (starts[:num].long() * blocks * BLOCK_LEN).repeat_interleave(length)
-        batch = Batch(
+        return Batch(
             positions=positions,
             slot_mapping=first_slots + positions,
             block_tables=torch.arange(num * blocks, dtype=torch.int32, device=self._device).view(num, blocks),
@@ -84,9 +97,6 @@ class Calibration:
             seq_lens=torch.full((num,), length, dtype=torch.int32, device=self._device),
             max_query_len=length,
         )
-        config = self._config
-        heads = (config.num_kv_heads, config.head_dim)
-        return batch, allocate(FORMATS["f16"], num * blocks, *heads, self._device, torch.float32)
 
 
 def dense(layer: Layer) -> Layer:
@@ -113,7 +123,7 @@ class _Runner(Decoder):
         nothing = DenseWeight(torch.empty(0, config.hidden_size))
         ends = Weights(embedding=nothing, layers=(layer,), norm=layer.feed.norm, output=Linear(nothing))
         super().__init__(config, ends, torch.float32, OPS)
-        self._layer = layer
+        self.layer = layer
         self._statistics = statistics
         self._places: dict[Linear, Place] = {
             layer.attention.qkv[0]: Place("attention_in"),  # if they are several, they have the same input
@@ -125,10 +135,10 @@ class _Runner(Decoder):
 
     def run(self, residual: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
         """Return the residual stream after the layer, float32 [tokens, hidden_size]."""
-        after = NextNorm(self._layer.feed.norm, fused=False)
-        stream = Stream(residual, self._layer.attention.norm)
-        stream = self._attend(self._layer.attention, stream, batch, cache, after)
-        return self._feed(self._layer.feed, stream, after).residual
+        after = NextNorm(self.layer.feed.norm, fused=False)
+        stream = Stream(residual, self.layer.attention.norm)
+        stream = self._attend(self.layer.attention, stream, batch, cache, after)
+        return self._feed(self.layer.feed, stream, after).residual
 
     def _linear(
         self,

@@ -79,7 +79,7 @@ def layer_sites(config: ModelConfig, i: int, tensors: Collection[str]) -> list[S
     def has(pattern: str) -> bool:
         return f"{pattern.format(i=i)}.weight" in tensors
 
-    qkv = stems(names.qkv) if has(names.qkv) else stems(names.q, names.k, names.v)
+    qkv = stems(names.qkv) if has(names.qkv) else stems(*filter(has, (names.q, names.k, names.v)))
     sites = [Site(Place("attention_in"), qkv), Site(Place("attention_out"), stems(names.out))]
     if not sparse:
         gate_up = stems(names.gate, names.up) if has(names.gate) else stems(names.gate_up)
@@ -107,6 +107,8 @@ def scale_layer(
         if shared:
             _scale_after_norm(weights, config, i, shared, statistics, form)
     for site in sites:
+        if site.place.role == "attention_out" and config.family.value_norm:
+            continue  # the norm of values would undo the scales
         if site.place.role in ("attention_out", "feed_out") and statistics[site.place].num_rows:
             _scale_after_rows(weights, config, i, site, statistics[site.place], form)
 
@@ -175,13 +177,14 @@ def _scale_after_rows(
     """Scale the columns of a matrix whose inputs are proportional to the rows of another: v, or up."""
     (name,) = site.matrices
     attention = site.place.role == "attention_out"
+    num_kv_heads, head_dim = config.layers[i].num_kv_heads, config.layers[i].head_dim
     before, rows = _rows_before(weights, config, i, site)
     magnitude = seen.magnitude
     if attention:  # several heads read one row of v
-        heads = magnitude.view(config.num_kv_heads, -1, config.head_dim)
+        heads = magnitude.view(num_kv_heads, -1, head_dim)
         magnitude = heads.mean(1, keepdim=True).expand_as(heads).flatten()
     scales = best_scales([(weights.matrices[name], seen.hessian)], magnitude, form)
-    narrow = scales.view(config.num_kv_heads, -1, config.head_dim)[:, 0].flatten() if attention else scales
+    narrow = scales.view(num_kv_heads, -1, head_dim)[:, 0].flatten() if attention else scales
     if (bias := f"{before}.bias") in weights.plain:
         whole = weights.plain[bias].clone()
         part = whole[rows].to(scales.device)
@@ -189,8 +192,8 @@ def _scale_after_rows(
         whole[rows] = stored.cpu()
         weights.plain[bias] = whole
     if attention:
-        per_kv = config.num_heads // config.num_kv_heads
-        parts = narrow.view(config.num_kv_heads, 1, config.head_dim).expand(-1, per_kv, -1)
+        per_kv = config.num_heads // num_kv_heads
+        parts = narrow.view(num_kv_heads, 1, head_dim).expand(-1, per_kv, -1)
         scales = parts.flatten()
     else:
         scales = narrow
@@ -205,7 +208,7 @@ def _rows_before(weights: LayerWeights, config: ModelConfig, i: int, site: Site)
     """Return the matrix that makes the inputs of a site, and its rows that do: all, or the last of a fused one."""
     names = config.names
     if site.place.role == "attention_out":
-        v, rows = names.v.format(i=i), config.num_kv_heads * config.head_dim
+        v, rows = names.v.format(i=i), config.layers[i].num_kv_heads * config.layers[i].head_dim
         return (v, slice(0, rows)) if v in weights.matrices else (names.qkv.format(i=i), slice(-rows, None))
     (down,) = site.matrices
     width = weights.matrices[down].shape[1]

@@ -73,6 +73,8 @@ def decoder(
             out=linear(kind, hidden_size, q),
             rope=rope,
             window=windows[number % 2],
+            head_dim=head_dim,
+            num_kv_heads=num_kv_heads,
             q_norm=empty(head_dim) if post_norm else None,
             k_norm=empty(head_dim) if post_norm else None,
             sinks=empty(num_heads) if sinks else None,
@@ -90,16 +92,17 @@ def decoder(
         output=Linear(matrix(value or kind, vocab, hidden_size)),
     )
     config: Any = SimpleNamespace(
-        layers=[SimpleNamespace(window=windows[number % 2]) for number in range(num_layers)],
+        layers=[
+            SimpleNamespace(window=windows[number % 2], num_kv_heads=num_kv_heads, head_dim=head_dim)
+            for number in range(num_layers)
+        ],
         hidden_size=hidden_size,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
         norm_eps=1e-5,
         attention_scale=head_dim**-0.5,
         attention_softcap=softcap,
         final_softcap=softcap,
-        embedding_scale=1.0,
+        stream_scale=1.0,
         gate=Gate(gate),  # type: ignore[arg-type]  # one of its kinds
     )
     return Decoder(config, weights, torch.bfloat16, "triton")

@@ -80,7 +80,7 @@ def compile_cases() -> list[CompileCase]:
             title = kernel.__name__.removesuffix("_kernel") + (" post" if options.get("POST") else "")
             if kernel is kernels.rms_norm_kernel and "rows_ptr" not in options:
                 title += " of some rows"
-            kinds = {"eps": "fp32", "x_ptr": "*bf16", "out_ptr": "*bf16", "rows_ptr": "*i64"}
+            kinds = {"eps": "fp32", "sum_scale": "fp32", "x_ptr": "*bf16", "out_ptr": "*bf16", "rows_ptr": "*i64"}
             signature = {
                 name: "constexpr" if name in options else kinds.get(name, "*fp32" if name.endswith("_ptr") else "i32")
                 for name in kernel.arg_names

@@ -11,11 +11,15 @@ from edgelm.kernels.cache import BLOCK_LEN, FORMATS, LayerCache, allocate
 from edgelm.kernels.rope import Rope
 from tests.kernels.compile_case import CompileCase
 
-RopeKind = Literal["none", "neox", "interleaved", "partial"]
+RopeKind = Literal["none", "neox", "interleaved", "partial", "growing"]
+SPAN = 16_384  # positions
 
 
 class Case(NamedTuple):
-    """A launch. The rope "partial" rotates half of the dimensions in neox order, with a scale."""
+    """A launch. The rope "partial" rotates half of the dimensions in neox order, with a scale.
+
+    "growing" is interleaved, and q grows with its position.
+    """
 
     format: str
     head_dim: int
@@ -24,17 +28,22 @@ class Case(NamedTuple):
     tokens: int = 3
     rope: RopeKind = "neox"
     norm: bool = False
+    value_norm: bool = False
     dtype: torch.dtype = torch.float16
 
     @property
     def name(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
-        after = f"{self.rope}{' norm' if self.norm else ''} tokens={self.tokens}"
+        after = f"{self.rope}{' norm' * self.norm}{' of v' * self.value_norm} tokens={self.tokens}"
         return f"{self.format} d={self.head_dim} {self.num_heads}:{self.num_kv_heads} {kind} {after}"
 
     @property
     def rotated_dim(self) -> int:
         return {"none": 0, "partial": self.head_dim // 2}.get(self.rope, self.head_dim)
+
+    @property
+    def interleaved(self) -> bool:
+        return self.rope in ("interleaved", "growing")
 
 
 CASES = [
@@ -45,6 +54,8 @@ CASES = [
     *(Case(name, 256, 4, 2, 2, "partial", norm=True) for name in ("fp8", "k6v4")),
     *(Case(name, 32, 2, 1, 3, "neox") for name in ("k8v4", "k6v4")),
     *(Case(name, 16, 2, 1, 3, "interleaved") for name in ("f16", "k6v4")),
+    *(Case(name, 512, 2, 1, 3, "neox", norm=True, value_norm=True) for name in ("f16", "int8", "k6v4")),
+    *(Case(name, 64, 3, 1, tokens, "growing") for name, tokens in (("f16", 3), ("k8v4", 70))),
 ]
 
 
@@ -60,6 +71,7 @@ class Inputs(NamedTuple):
     rope: Rope | None
     q_norm: Tensor | None
     k_norm: Tensor | None
+    v_norm: Tensor | None = None
 
 
 def inputs(case: Case, generator: Generator, device: str = "cpu") -> Inputs:
@@ -77,7 +89,8 @@ def inputs(case: Case, generator: Generator, device: str = "cpu") -> Inputs:
     if case.rope != "none":
         exponents = torch.arange(0, case.rotated_dim, 2, dtype=torch.float32) / case.rotated_dim
         scale = 1.2 if case.rope == "partial" else 1.0
-        rope = Rope((500_000.0**-exponents).to(device), scale, case.rope == "interleaved")
+        growth = (1 + 0.1 * torch.log1p(torch.arange(5))).to(device) if case.rope == "growing" else None
+        rope = Rope((500_000.0**-exponents).to(device), scale, case.interleaved, growth, SPAN)
     cache = allocate(
         FORMATS[case.format],
         blocks,
@@ -86,7 +99,8 @@ def inputs(case: Case, generator: Generator, device: str = "cpu") -> Inputs:
         device,
         torch.float16 if case.dtype == torch.float32 else case.dtype,
     )
-    return Inputs(q, k, v, positions.to(device), slot_mapping.to(device), cache, rope, norms[0], norms[1])
+    v_norm = torch.ones(case.head_dim, device=device) if case.value_norm else None
+    return Inputs(q, k, v, positions.to(device), slot_mapping.to(device), cache, rope, norms[0], norms[1], v_norm)
 
 
 def compile_cases() -> list[CompileCase]:
@@ -101,6 +115,8 @@ def compile_cases() -> list[CompileCase]:
         Case("int8", 128, 32, 8, 1, norm=True, dtype=torch.bfloat16),
         Case("k6v4", 96, 32, 32, 512, "interleaved"),
         Case("f16", 64, 64, 8, 1, "none", dtype=torch.bfloat16),
+        Case("k8v4", 128, 32, 8, 1, "growing"),
+        *(Case(name, 512, 16, 2, 1, norm=True, value_norm=True, dtype=torch.bfloat16) for name in ("f16", "k6v4")),
     ]
     return [_compile_case(case, case in main) for case in dict.fromkeys(main + more)]
 
@@ -123,6 +139,8 @@ def _compile_case(case: Case, main: bool) -> CompileCase:
         "turns_ptr": "*i64",
         "q_norm_ptr": "*fp32",
         "k_norm_ptr": "*fp32",
+        "v_norm_ptr": "*fp32",
+        "growth_ptr": "*fp32",
         "keys_ptr": stored[kv_format.key],
         "values_ptr": stored[kv_format.value],
         "key_scales_ptr": "*fp16",
@@ -130,14 +148,17 @@ def _compile_case(case: Case, main: bool) -> CompileCase:
         "key_high_ptr": "*i32",
     }
     strides = dict.fromkeys(("q_token", "q_head", "k_token", "k_head", "v_token", "v_head"), "i32")
+    numbers = {"eps": "fp32", "rope_scale": "fp32", "span": "i32", "last_span": "i32"}
     absent = ["q_norm_ptr", "k_norm_ptr"] if not case.norm else []
     absent += ["turns_ptr"] if case.rope == "none" else []
+    absent += ["v_norm_ptr"] if not case.value_norm else []
+    absent += ["growth_ptr"] if case.rope != "growing" else []
     absent += [f"{name}_ptr" for name in ("key_scales", "value_scales", "key_high") if name not in cache.planes]
-    fixed = kernels.constants(cache, case.num_heads, case.rotated_dim, case.rope == "interleaved", rows)
+    fixed = kernels.constants(cache, case.num_heads, case.rotated_dim, case.interleaved, rows)
     return CompileCase(
         name=f"write_kv {case.name}",
         fn=kernels.write_kv_kernel,
-        signature=pointers | strides | {"eps": "fp32", "rope_scale": "fp32"} | dict.fromkeys(fixed, "constexpr"),
+        signature=pointers | strides | numbers | dict.fromkeys(fixed, "constexpr"),
         constants=dict.fromkeys(absent) | fixed,
         divisible=tuple(name for name in (*pointers, *strides) if name not in absent),
         num_warps=num_warps,

@@ -91,11 +91,11 @@ def _norm(case: norm_cases.Case, seed: int) -> Outcome:
     rows = torch.arange(len(x)).flip(0).repeat(2)
     some = rms_norm(x, weight, test_norm.EPS, rows=rows, out_dtype=torch.float32, implementation="triton")
     outcomes.append(near(some, want[rows], want[rows].abs()))
-    for post in (None, post_weight):
-        options = {"post_weight": post, "implementation": "triton"}
+    for post, scale in ((None, 1.0), (post_weight, 0.3)):
+        options = {"post_weight": post, "scale": scale, "implementation": "triton"}
         normed, total = add_rms_norm(x, residual, weight, test_norm.EPS, **options)
         added = x.double() if post is None else test_norm.exact_rms(x, post)
-        outcomes.append(near(total, residual.double() + added, residual.double().abs() + added.abs()))
+        outcomes.append(near(total, (residual.double() + added) * scale, residual.double().abs() + added.abs()))
         want = test_norm.exact_rms(total, weight)
         outcomes.append(near(normed, want, want.abs()))
     return worst(outcomes)

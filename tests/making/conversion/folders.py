@@ -20,8 +20,14 @@ from tests.models.tiny_models import build, write
 VOCAB = 416  # rows of the embeddings; the tokenizers have fewer tokens
 WORDS = "the and hello world little girl said once upon time was to in it is 12 def return".split()
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-SPLIT_OF = {"llama3": "llama-bpe", "smollm3": "llama-bpe", "gpt_oss": "gpt-4o"}
-PIECES = ("llama2", "tied", "mixtral", "phi3", "gemma", "gemma2", "gemma3", "mistral")
+SPLIT_OF = {
+    "llama3": "llama-bpe",
+    "smollm3": "llama-bpe",
+    "gpt_oss": "gpt-4o",
+    "ministral3": "tekken",
+    "granite": "llama-bpe",
+}
+PIECES = ("llama2", "tied", "mixtral", "phi3", "gemma", "gemma2", "gemma3", "gemma4", "mistral")
 
 LLAMA_CPP: Mapping[str, Mapping[str, Any]] = MODELS  # what llama.cpp computes as transformers does
 

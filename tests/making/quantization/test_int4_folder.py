@@ -31,8 +31,22 @@ from tests.models.test_architectures import decoder_of
 from tests.models.tiny_models import Session, build, mean_relative_error, relative_error, text, write
 
 CPU = torch.device("cpu")
-NUM_FAMILIES = Count(test=4, soak=10)
-FAMILIES = ("llama3", "qwen3_moe", "gemma2", "phi3", "mistral", "mixtral", "qwen2", "qwen3", "smollm3", "gemma3")
+NUM_FAMILIES = Count(test=4, soak=13)
+FAMILIES = (
+    "llama3",
+    "qwen3_moe",
+    "gemma2",
+    "granite",
+    "phi3",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "gemma3",
+    "gemma4",
+)
 Replies = list[Int4Progress | Int4Note]
 
 
