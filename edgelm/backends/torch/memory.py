@@ -53,6 +53,7 @@ STEP_TOKENS = {"cuda": 1024, "cpu": 512}  # large, since a step of more than a f
 SMALL_STEP = 512  # tokens, where memory is short
 LAYER_SECONDS = {"cuda": 12e-6, "cpu": 2e-3}  # per layer, in addition to reading its weights
 STEP_SECONDS = 0.2e-3
+MAX_CODED_HEAD = 256  # heads of 512 (Gemma 4): int8 spills 76 registers on sm_90, k6v4 432
 
 
 class TorchMemory:
@@ -91,6 +92,12 @@ class TorchMemory:
         """Return why the model cannot have a KV mode; empty if it can."""
         if kv not in TORCH_KV:
             return f"is not among the KV caches of the torch engine ({', '.join(TORCH_KV)})"
+        if (
+            kv != "f16"
+            and self._device == "cuda"
+            and (widest := max(self._model.summary.key_lens, default=0)) > MAX_CODED_HEAD
+        ):
+            return f"would be slow: its kernels have too few registers for heads of {widest}"
         return ""
 
     @cached_property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,16 @@ def test_a_mode_of_llama_cpp_is_refused(tmp_path: Path) -> None:
         memory = TorchMemory(model_facts(gguf), sequences=1)
     assert "torch engine" in memory.refusal("k8v16")
     assert not memory.refusal("k6v4")
+
+
+def test_codes_are_refused_for_heads_that_spill(tmp_path: Path) -> None:
+    with open_gguf(write_tiny(tmp_path / "m.gguf")) as gguf:
+        facts = model_facts(gguf)
+    wide = replace(facts, summary=replace(facts.summary, key_lens=[256, 512]))
+    memory = TorchMemory(wide, sequences=1)
+    assert not memory.refusal("f16")
+    assert "heads of 512" in memory.refusal("int8")
+    assert not TorchMemory(facts, sequences=1).refusal("int8")
 
 
 def test_capacity_holds_the_context_and_a_block_for_each_sequence() -> None:
