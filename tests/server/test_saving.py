@@ -29,6 +29,7 @@ from edgelm.server import serving as module
 from edgelm.server.engines.slots import EngineSlot
 from edgelm.server.engines.table import EngineTable
 from edgelm.server.listener import bind_tcp
+from edgelm.server.remotes.models import Remotes
 from edgelm.server.serving import ServeOptions
 from tests.server.fake_engines import LONG_S, FakeProcess, Launches, model_called, until
 from tests.server.harness import Front, processes_of, serving
@@ -97,6 +98,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], async
             lambda: False,
             lambda: None,
             reports.append,
+            Remotes(),
         )
         ended = asyncio.create_task(serving)
         await until(lambda: bool(tables))
