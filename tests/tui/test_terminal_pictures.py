@@ -156,7 +156,12 @@ async def test_a_real_terminal_is_asked_once(endpoint: FakeEndpoint, folder: Pat
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
-    environment.pop("NO_COLOR", None)
+    for name in (
+        "NO_COLOR",
+        "COLUMNS",
+        "LINES",
+    ):  # pytest-xdist gives its workers a size, in which the picture is not seen
+        environment.pop(name, None)
     seen = ""
     with subprocess.Popen(  # noqa: ASYNC220 - it starts once, before anything waits
         [sys.executable, "-c", CHAT, str(tmp_path), endpoint.address],
