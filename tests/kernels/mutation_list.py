@@ -253,8 +253,8 @@ MUTATIONS = [
     Mutation(
         NORM,
         "the residual is forgotten",
-        "return tl.load(residual_ptr + at, inside, other=0.0) + x",
-        "return x",
+        "return (tl.load(residual_ptr + at, inside, other=0.0) + x) * sum_scale",
+        "return x * sum_scale",
         OF_NORM,
     ),
     Mutation(ACTIVATION, "up is limited from above only", "tl.where(up < -LIMIT, -LIMIT, up)", "up", OF_ACTIVATION),
