@@ -5,8 +5,8 @@ Owns the types between an API and jobs/answer.py. Imports nothing heavy: a front
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from edgelm.base.errors import RequestError
@@ -96,22 +96,6 @@ class AnswerDelta:
                     spans.append((start, at + len(part.text)))
                 at += len(part.text)
         return spans
-
-
-def joined(deltas: Iterable[AnswerDelta]) -> list[AnswerDelta]:
-    """Return the deltas with adjacent ones of a choice as one: an event costs every process between here and the user.
-
-    A last delta of a choice is joined too; nothing of that choice comes behind it.
-    """
-    all_joined: list[AnswerDelta] = []
-    for delta in deltas:
-        before = all_joined[-1] if all_joined else None
-        if before is not None and before.choice == delta.choice:
-            parts, sampled = before.parts + delta.parts, before.sampled + delta.sampled
-            all_joined[-1] = replace(delta, parts=parts, sampled=sampled)
-        else:
-            all_joined.append(delta)
-    return all_joined
 
 
 class ContextError(RequestError):

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from edgelm.base.errors import EdgeLMError
-from edgelm.jobs.request import AnswerDelta, joined
+from edgelm.jobs.request import AnswerDelta
 from edgelm.server.api.dialect import Reply
 from edgelm.server.api.dialects import dialect_of
 from edgelm.server.api.errors import ApiError, as_api_error
@@ -109,7 +109,7 @@ async def _events(reply: Reply, coming: _Coming) -> AsyncIterator[bytes]:
                 deltas = coming.take()
                 if not deltas:
                     break
-                events = b"".join(map(reply.delta, joined(deltas)))
+                events = b"".join(map(reply.delta, deltas))
             if not events and time.monotonic() >= written + PING_S:
                 events = reply.ping()
             if events:
