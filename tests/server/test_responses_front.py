@@ -17,7 +17,7 @@ import pydantic
 import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall
 
-from tests.server.harness import LIMIT_S, Front, serving
+from tests.server.harness import ENDLESS, LIMIT_S, Front, serving
 
 MODEL = "starter"
 WEATHER: Any = {
@@ -334,7 +334,9 @@ def test_errors_are_typed(client: openai.OpenAI) -> None:
 
 
 def test_an_engine_that_dies_is_an_error_of_the_stream(front: Front, client: openai.OpenAI) -> None:
-    stream = client.responses.create(model="long", input="hello", max_output_tokens=20_000, stream=True)
+    stream = client.responses.create(
+        model="long", input="hello", max_output_tokens=20_000, stream=True, extra_body=ENDLESS
+    )
     assert next(iter(stream)).type == "response.created"
     os.kill(front.ps("long")["pid"], signal.SIGKILL)
     *_, last = stream
