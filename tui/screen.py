@@ -10,16 +10,19 @@ import asyncio
 import gc
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from textual import events, on, work
+from textual._compositor import Compositor
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Horizontal
+from textual.geometry import Region
 from textual.screen import Screen
+from textual.strip import Strip
 from textual.timer import Timer
 from textual.widgets import Input
 from textual.worker import Worker
@@ -64,6 +67,23 @@ UNSENT_S = 0.5  # between two saves of the text in the prompt
 NEVER = 1_000_000_000  # as a threshold of the garbage collector
 
 
+class NarrowCompositor(Compositor):
+    """Textual's compositor, which draws only the widgets that a change touches.
+
+    Its own draws all of a screen, by their clips, for each new line of an answer.
+    """
+
+    def _get_renders(self, crop: Region | None = None) -> Iterable[tuple[Region, Region, list[Strip]]]:
+        every = self.visible_widgets
+        touched = every if crop is None else {widget: at for widget, at in every.items() if crop.overlaps(at[0])}
+        self._visible_widgets = touched
+        try:
+            yield from super()._get_renders(crop)
+        finally:
+            if self._visible_widgets is touched:
+                self._visible_widgets = every
+
+
 class ChatScreen(Screen[None]):
     """List of chats, open chat, running pulls and status line."""
 
@@ -83,6 +103,7 @@ class ChatScreen(Screen[None]):
     ) -> None:
         """`bandwidth` measures this machine's memory, in bytes per second."""
         super().__init__()
+        self._compositor = NarrowCompositor()
         self._suggested_model = suggested_model
         self._reader = reader
         answers = Answers(link, reader, lambda coroutine: self.run_worker(coroutine, group="answers"), self, tools)

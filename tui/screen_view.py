@@ -51,7 +51,7 @@ class ScreenView:
     @property
     def is_composed(self) -> bool:
         """Tell whether the widgets exist: workers outlive them for a moment when the app ends."""
-        return bool(self._screen.query(StatusLine))
+        return self._status.is_attached
 
     # The open chat
 

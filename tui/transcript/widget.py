@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from rich.cells import get_character_cell_size
 from rich.segment import Segment
@@ -136,6 +136,9 @@ class Transcript(ScrollView, can_focus=True):
         self._palette: Palette | None = None
         self._base = Style()  # of the widget
         self._shown: list[Strip] = []  # on the screen; empty: not known
+        self._shown_top = 0  # line at its top
+        self._finished: dict[int, tuple[Strip, Strip]] = {}  # as Textual takes it, by the id of the strip
+        self._finished_way: tuple[Any, ...] = ()  # how it was done
         self._notice = ""
         self._about: Sequence[str] = ()
         self._drafts = False
@@ -408,34 +411,63 @@ class Transcript(ScrollView, can_focus=True):
 
     def _refresh_changed(self, height: int) -> None:
         """Let Textual draw the lines that are not on the screen."""
-        before, self._base = self._shown, self.rich_style
-        strips = [self.render_line(y) for y in range(height)]
+        before = self._shown
+        strips = self._strips(range(height))
         if len(before) != height:
             self.refresh()
         elif changed := [y for y, (strip, shown) in enumerate(zip(strips, before, strict=True)) if strip != shown]:
             super().refresh(*(Region(0, y, self.size.width, 1) for y in changed))
-        self._shown = strips
+        self._shown, self._shown_top = strips, round(self.scroll_y)
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """Return the kept strips: Textual's own method makes those of all lines again when the text moves up by one."""
-        self._base = self.rich_style
-        filters, (_, background) = self.get_line_filters(), self.background_colors
-        strips = [self.render_line(y).adjust_cell_length(self.size.width, self._base) for y in crop.line_range]
-        for line_filter in filters:
-            strips = [strip.apply_filter(line_filter, background) for strip in strips]
-        return (
-            strips if crop.column_span == (0, self.size.width) else [strip.crop(*crop.column_span) for strip in strips]
-        )
+        """Return the kept strips: Textual's own method makes those of all lines again when the text moves up by one.
+
+        Textual asks for all lines of a widget where one has changed: each is finished once.
+        """
+        lines, width, base = crop.line_range, self.size.width, self.rich_style
+        is_shown = self._shown and self._shown_top == round(self.scroll_y) and base == self._base
+        if is_shown and len(self._shown) == len(lines) and not lines.start:
+            strips = self._shown
+        else:
+            strips = self._strips(lines)
+        background = self.background_colors[1]
+        way = (width, base, background, *self.get_line_filters())
+        known = self._finished if way == self._finished_way else {}
+        self._finished_way, self._finished = way, {}
+        for strip in strips:
+            if (done := known.get(id(strip))) is None:
+                finished = strip.adjust_cell_length(width, base)
+                for line_filter in way[3:]:
+                    finished = finished.apply_filter(line_filter, background)
+                done = strip, finished  # the first keeps its id
+            self._finished[id(strip)] = done
+        drawn = [self._finished[id(strip)][1] for strip in strips]
+        return drawn if crop.column_span == (0, width) else [strip.crop(*crop.column_span) for strip in drawn]
 
     def render_line(self, y: int) -> Strip:
-        width = self.scrollable_content_region.width
-        flow_y = round(self.scroll_y) + y
-        line = self._flow.line(flow_y) if self.views else self._welcome_line(y)
-        base = self._base
+        return self._strips([y])[0]
+
+    def _strips(self, lines: Sequence[int]) -> list[Strip]:
+        """Return lines of the screen; those that have not changed are the same objects."""
+        width, top = self.scrollable_content_region.width, round(self.scroll_y)
+        base = self._base = self.rich_style
+        if not self.views:
+            welcome = self._welcome()
+            first = max(0, self.scrollable_content_region.height - len(welcome)) // 3
+            found = [welcome[y - first] if first <= y < first + len(welcome) else None for y in lines]
+        else:
+            found = [self._flow.line(top + y) for y in lines]
+        look = _Look(width, base, self.text_selection, FOCUSED if self.has_focus else "")
+        return [self._strip(line, top + y, look) for y, line in zip(lines, found, strict=True)]
+
+    def _strip(self, line: Line | None, flow_y: int, look: _Look) -> Strip:
+        width, base = look.width, look.base
         asked = bool(self.views) and self._flow.is_asked(flow_y)
-        mark, pan = self._mark_of(flow_y, asked=asked), min(self._pan, line.hidden) if line is not None else 0
-        selection = self.text_selection
-        span = selection.get_span(flow_y) if selection is not None else None
+        mark = ASKED if asked else look.mark
+        if self._marked is not None and self._marked[0] <= flow_y < self._marked[1]:
+            mark = SELECTED
+        pan = min(self._pan, line.hidden) if line is not None else 0
+        span = look.selection.get_span(flow_y) if look.selection is not None else None
         if line is not None and self.views and self._finding is not None:
             line = self._tinted(line, flow_y, self._finding)
         key = (width, flow_y, base, mark, pan)
@@ -466,12 +498,8 @@ class Transcript(ScrollView, can_focus=True):
                     text.stylize(FOUND_HERE if begin == self._found_at else FOUND, piece.start, piece.end)
         return line if text is None else replace(line, text=text, strip=None)
 
-    def _mark_of(self, y: int, *, asked: bool) -> str:
-        if self._marked is not None and self._marked[0] <= y < self._marked[1]:
-            return SELECTED
-        return ASKED if asked else FOCUSED if self.has_focus else ""
-
-    def _welcome_line(self, y: int) -> Line | None:
+    def _welcome(self) -> list[Line]:
+        """Return the lines of a chat without a message."""
         palette, width = self.palette, self._text_width
         keymap = keymap_of(self.app)
         keys = {name: keymap.label(f"run({name!r})", key) or f"/{name}" for name, key in WELCOME_KEYS.items()}
@@ -482,8 +510,7 @@ class Transcript(ScrollView, can_focus=True):
         lines = wrap_words(welcome, width)
         if self._notice:
             lines += [Line(Text()), *NoteRow(self._notice, error=True).draw(width, palette)]
-        y -= max(0, self.scrollable_content_region.height - len(lines)) // 3
-        return lines[y] if 0 <= y < len(lines) else None
+        return lines
 
     @property
     def _selection_style(self) -> Style:
@@ -695,6 +722,15 @@ def _nothing() -> None:
 def _blank(width: int, before: Segment, mark: Segment) -> Strip:
     """Return the strip where there is no line: the same object, so that it is not drawn again."""
     return Strip(Segment.adjust_line_length([before, mark], width, before.style), width)
+
+
+class _Look(NamedTuple):
+    """What all lines of a screen have in common: cells of the widget, its style, what is selected, the usual mark."""
+
+    width: int
+    base: Style
+    selection: Selection | None
+    mark: str
 
 
 class Layout(NamedTuple):
