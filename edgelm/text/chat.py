@@ -210,10 +210,8 @@ class _Placeholders:
 
     def disarm(self, chat: dict[str, Any]) -> dict[str, Any]:
         """Return the chat with placeholders for the characters that every control string needs."""
-        strings = self._template.control_strings
-        signs = {next((char for char in text if not (char.isalnum() or char in " _")), "") for text in strings} - {""}
-        pattern = re.compile(f"[{re.escape(''.join(sorted(signs)))}]" if signs else "(?!)")
-        return {name: _mapped(value, self._hider(pattern)) for name, value in chat.items()}
+        hider = self._hider(self._template.control_signs)
+        return {name: _mapped(value, hider) for name, value in chat.items()}
 
     def unescaped(self, text: str) -> tuple[str, dict[str, str]]:
         """Return a rendered text and its placeholders, including those that a filter wrote as JSON escapes."""

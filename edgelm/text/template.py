@@ -165,6 +165,13 @@ class ChatTemplate:
         """Matches every special string, as llama.cpp does."""
         return any_of(self.special_strings)
 
+    @cached_property
+    def control_signs(self) -> re.Pattern[str]:
+        """Matches the first sign of each control string: a character that is no letter, digit, space or _."""
+        strings = self.control_strings
+        signs = {next((char for char in text if not (char.isalnum() or char in " _")), "") for text in strings} - {""}
+        return re.compile(f"[{re.escape(''.join(sorted(signs)))}]" if signs else "(?!)")
+
     def render(
         self,
         /,  # a variable of the template may be named self

@@ -416,7 +416,8 @@ class Transcript(ScrollView, can_focus=True):
         if len(before) != height:
             self.refresh()
         elif changed := [y for y, (strip, shown) in enumerate(zip(strips, before, strict=True)) if strip != shown]:
-            super().refresh(*(Region(0, y, self.size.width, 1) for y in changed))
+            width = self.scrollable_content_region.width  # without the scroll bar, which is drawn again else
+            super().refresh(*(Region(0, y, width, 1) for y in changed))
         self._shown, self._shown_top = strips, round(self.scroll_y)
 
     def render_lines(self, crop: Region) -> list[Strip]:
