@@ -286,13 +286,7 @@ class Decoder:
         )
         norm = next_norm.norm
         normed, residual = add_rms_norm(
-            both,
-            residual,
-            norm.weight,
-            norm.eps,
-            scale=layer.dense.scale,
-            out_dtype=self.dtype,
-            implementation=ops,
+            both, residual, norm.weight, norm.eps, scale=layer.dense.scale, out_dtype=self.dtype, implementation=ops
         )
         return Stream(residual, norm, normed)
 

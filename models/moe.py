@@ -43,13 +43,7 @@ class Experts:
 
 
 def mixture(
-    x: Tensor,
-    layer: Experts,
-    gate: Gate,
-    residual: Tensor | None,
-    implementation: str,
-    *,
-    routed: Tensor | None = None,
+    x: Tensor, layer: Experts, gate: Gate, residual: Tensor | None, implementation: str, *, routed: Tensor | None = None
 ) -> Tensor:
     """Return the residual plus the weighted outputs of each token's experts: float32 [tokens, hidden_size].
 

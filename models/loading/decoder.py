@@ -295,7 +295,9 @@ class _Loader:
         width = self._shape(name)[1] // 2
         halves = torch.arange(width), torch.arange(width, 2 * width)
         orders = halves if width % TILE else (_alternating(*halves),)
-        loaded = [self._converted(self._source.matrix(self._file_name(name), self._device, rows=rows)) for rows in orders]
+        loaded = [
+            self._converted(self._source.matrix(self._file_name(name), self._device, rows=rows)) for rows in orders
+        ]
         return tuple(Stack(replace(weight, gated=len(orders) == 1)) for weight in loaded)
 
     def _expert_stack(self, name: str, i: int) -> Stack:

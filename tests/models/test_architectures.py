@@ -140,7 +140,15 @@ def test_padding_changes_nothing(name: str, decoders: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "per_layer", "ends"),
-    [("llama3", 6, 4), ("qwen3", 6, 4), ("gemma3", 8, 3), ("ministral3", 6, 4), ("granite", 6, 4), ("gemma4", 8, 4), ("gemma4_moe", 12, 4)],
+    [
+        ("llama3", 6, 4),
+        ("qwen3", 6, 4),
+        ("gemma3", 8, 3),
+        ("ministral3", 6, 4),
+        ("granite", 6, 4),
+        ("gemma4", 8, 4),
+        ("gemma4_moe", 12, 4),
+    ],
 )
 def test_ops_of_a_step(name: str, per_layer: int, ends: int, decoders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each op is one kernel if a step has few rows; with CUDA graphs, a small step costs their number."""

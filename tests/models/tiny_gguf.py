@@ -250,7 +250,9 @@ def _experts(block: str, rest: str, tensor: Tensor, config: Any) -> Iterator[tup
         halves = (tensor[:, ::2], tensor[:, 1::2])
     else:
         halves = tuple(tensor.chunk(2, 1))
-    if rest.startswith("gate_up_proj"):
+    if rest == "gate_up_proj" and config.model_type == "gemma4_text":
+        yield f"{block}ffn_gate_up_exps.weight", tensor
+    elif rest.startswith("gate_up_proj"):
         yield f"{block}ffn_gate_exps.{suffix}", halves[0]
         yield f"{block}ffn_up_exps.{suffix}", halves[1]
     else:

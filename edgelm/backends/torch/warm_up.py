@@ -17,8 +17,7 @@ from edgelm.kernels.attention.launch import launch_kind as attention_kind
 from edgelm.kernels.cache import BLOCK_LEN, LayerCache
 from edgelm.kernels.grouped.kernel import launch_kinds as grouped_kinds
 from edgelm.kernels.matmul.kernel import launch_kind as matmul_kind
-from edgelm.models.decoder import Decoder
-from edgelm.models.decoder import DenseAndExperts
+from edgelm.models.decoder import Decoder, DenseAndExperts
 from edgelm.models.moe import Experts
 
 PARAMS = SamplingParams(repetition_penalty=1.1, logit_bias=((0, 0.0),), num_logprobs=1)  # all kernels of the sampler
