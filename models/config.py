@@ -78,7 +78,7 @@ class LayerConfig:
     window: int = 0  # positions that a token sees, including its own; 0: all before it
     rope: RopeConfig | None  # None: keys and queries are not rotated
     keys_are_values: bool | None = False  # before their norms; None: where the file has no matrix of values
-    sparse: bool = False  # a mixture of experts instead of one feed-forward network
+    sparse: bool = False  # a mixture of experts, instead of one feed-forward network or beside it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -422,8 +422,6 @@ def _require_possible(config: ModelConfig) -> None:
     odd = next((layer.head_dim for layer in config.layers if layer.head_dim % 8), 0)
     if odd:
         raise ModelError(f"heads of {odd} numbers are not supported: multiples of 8 are")
-    if config.family.value_norm and config.experts:
-        raise ModelError(f"mixtures of {config.family.name} are not supported")
 
 
 def _refuse_unsupported(values: Values, unsupported: Mapping[str, tuple[object, ...]]) -> None:

@@ -5,7 +5,7 @@ weight formats, requests or who fills the cache. Nothing here reads a tensor on 
 can replay it.
 
     stream -> [qkv] -> [head norms, rope, write_kv] -> [attention] -> [out, + stream, norm] -> feed-forward -> stream
-    feed-forward: [gate and up, gated] -> [down, + stream, norm], or the experts of moe.py
+    feed-forward: [gate and up, gated] -> [down, + stream, norm], or the experts of moe.py, or both beside each other
 
 Each bracket is one kernel if a step has few rows: matmul fuses the sum and the norm after it.
 """
@@ -90,12 +90,30 @@ class FeedForward:
     scale: float = 1.0  # of the stream behind the layer
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class DenseAndExperts:
+    """A dense feed-forward and experts on the same stream. The sum of their post-norms has one of its own."""
+
+    dense: FeedForward  # its post-norm is that of its own result
+    experts: Experts
+    router_norm: Tensor  # float32 [hidden_size], as the others
+    expert_post_norm: Tensor
+    post_norm: Tensor
+
+    @property
+    def norm(self) -> Norm:
+        return self.dense.norm
+
+
+Feed = FeedForward | Experts | DenseAndExperts
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
     """The two blocks of a layer."""
 
     attention: Attention
-    feed: FeedForward | Experts
+    feed: Feed
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -238,18 +256,39 @@ class Decoder:
         )
         return self._joined(stream, heads.flatten(1), layer.out, layer.post_norm, next_norm)
 
-    def _feed(self, layer: FeedForward | Experts, stream: Stream, next_norm: NextNorm) -> Stream:
-        gate = self.config.gate
-        x, lengths = self._normed(stream, self.dtype), stream.lengths
+    def _feed(self, layer: Feed, stream: Stream, next_norm: NextNorm) -> Stream:
+        if isinstance(layer, DenseAndExperts):
+            return self._feed_both(layer, stream, next_norm)
         if isinstance(layer, Experts):
-            assert lengths is None, "experts are routed by rows of length 1"
-            return Stream(mixture(x, layer, gate, stream.residual, self.implementation), next_norm.norm)
+            assert stream.lengths is None, "experts are routed by rows of length 1"
+            x = self._normed(stream, self.dtype)
+            return Stream(mixture(x, layer, self.config.gate, stream.residual, self.implementation), next_norm.norm)
+        return self._joined(stream, self._inner(layer, stream), layer.down, layer.post_norm, next_norm, layer.scale)
+
+    def _inner(self, layer: FeedForward, stream: Stream) -> Tensor:
+        """Return the gated rows between the matrices of a dense feed-forward."""
+        x, lengths, gate = self._normed(stream, self.dtype), stream.lengths, self.config.gate
         if len(layer.gate_up) == 1:
-            inner = self._linear(x, layer.gate_up[0], lengths=lengths, gate=gate)
-        else:  # a kernel cannot read two formats
-            halves = [self._linear(x, linear, lengths=lengths) for linear in layer.gate_up]
-            inner = gated(torch.cat(halves, 1), gate, implementation=self.implementation)
-        return self._joined(stream, inner, layer.down, layer.post_norm, next_norm, layer.scale)
+            return self._linear(x, layer.gate_up[0], lengths=lengths, gate=gate)
+        halves = [self._linear(x, linear, lengths=lengths) for linear in layer.gate_up]  # of two formats
+        return gated(torch.cat(halves, 1), gate, implementation=self.implementation)
+
+    def _feed_both(self, layer: DenseAndExperts, stream: Stream, next_norm: NextNorm) -> Stream:
+        assert layer.dense.post_norm is not None
+        ops, residual, eps = self.implementation, stream.residual, layer.norm.eps
+        dense = self._linear(self._inner(layer.dense, stream), layer.dense.down)
+        dense = rms_norm(dense, layer.dense.post_norm, eps, out_dtype=torch.float32, implementation=ops)
+        x = rms_norm(residual, layer.experts.norm.weight, eps, out_dtype=self.dtype, implementation=ops)
+        routed = rms_norm(residual, layer.router_norm, eps, out_dtype=self.dtype, implementation=ops)
+        mixed = mixture(x, layer.experts, self.config.gate, None, ops, routed=routed)
+        both, _ = add_rms_norm(
+            mixed, dense, layer.post_norm, eps, post_weight=layer.expert_post_norm, implementation=ops
+        )
+        norm = next_norm.norm
+        normed, residual = add_rms_norm(
+            both, residual, norm.weight, norm.eps, scale=layer.dense.scale, out_dtype=self.dtype, implementation=ops
+        )
+        return Stream(residual, norm, normed)
 
     def _joined(
         self,

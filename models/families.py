@@ -51,6 +51,13 @@ class Names:
     expert_down: str
     layer_scale: str = ""  # the whole name: the factor of the stream behind a layer
     expert_gate_up: str = ""  # columns of gate and up alternate; all experts are one tensor, stored transposed
+    # Of experts beside a dense network; the last three are whole names.
+    dense_post_norm: str = ""
+    expert_norm: str = ""
+    expert_post_norm: str = ""
+    router_scale: str = ""  # of the router's normalized input, [hidden_size]
+    expert_scale: str = ""  # of each expert's result
+    expert_gate_then_up: str = ""  # rows of gate, then rows of up; all experts are one tensor
 
 
 GGUF_NAMES = Names(
@@ -115,6 +122,7 @@ class Family:
     gate: GateKind = "silu"
     qk_norm: bool = False
     post_norms: bool = False  # RMSNorm of the results of attention and feed-forward, before they are added
+    dense_beside_experts: bool = False  # a sparse layer has both, each with norms of its own
     sinks: bool = False
     scaled_embedding: bool = False  # by sqrt(hidden size)
     value_norm: bool = False  # values have an RMSNorm without weights, and attention divides by nothing
@@ -202,10 +210,31 @@ FAMILIES = (
         value_norm=True,
         post_norms=True,
         scaled_embedding=True,
+        dense_beside_experts=True,
         window_every=6,
         gguf_window=True,
-        gguf_names=replace(GGUF_NAMES, layer_scale="blk.{i}.layer_output_scale.weight"),
-        folder_names=replace(GEMMA_FOLDER, layer_scale="model.layers.{i}.layer_scalar"),
+        gguf_names=replace(
+            GGUF_NAMES,
+            layer_scale="blk.{i}.layer_output_scale.weight",
+            dense_post_norm="blk.{i}.post_ffw_norm_1",
+            expert_norm="blk.{i}.pre_ffw_norm_2",
+            expert_post_norm="blk.{i}.post_ffw_norm_2",
+            router_scale="blk.{i}.ffn_gate_inp.scale",
+            expert_scale="blk.{i}.ffn_down_exps.scale",
+            expert_gate_then_up="blk.{i}.ffn_gate_up_exps.weight",
+        ),
+        folder_names=replace(
+            GEMMA_FOLDER,
+            layer_scale="model.layers.{i}.layer_scalar",
+            dense_post_norm="model.layers.{i}.post_feedforward_layernorm_1",
+            expert_norm="model.layers.{i}.pre_feedforward_layernorm_2",
+            expert_post_norm="model.layers.{i}.post_feedforward_layernorm_2",
+            router="model.layers.{i}.router.proj",
+            router_scale="model.layers.{i}.router.scale",
+            expert_scale="model.layers.{i}.router.per_expert_scale",
+            expert_gate_then_up="model.layers.{i}.experts.gate_up_proj",
+            expert_down="model.layers.{i}.experts.down_proj",
+        ),
     ),
     Family(name="Phi-3", gguf="phi3", folder=("phi3",), gguf_names=replace(GGUF_NAMES, gate_up="blk.{i}.ffn_up")),
     Family(

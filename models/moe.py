@@ -39,19 +39,17 @@ class Experts:
     used: int  # experts per token
     routing: Routing
     normalised: bool  # the weights of a token add up to 1
+    scale: Tensor | None = None  # float32 [experts], of their results
 
 
-def mixture(x: Tensor, layer: Experts, gate: Gate, residual: Tensor, implementation: str) -> Tensor:
+def mixture(
+    x: Tensor, layer: Experts, gate: Gate, residual: Tensor | None, implementation: str, *, routed: Tensor | None = None
+) -> Tensor:
     """Return the residual plus the weighted outputs of each token's experts: float32 [tokens, hidden_size].
 
-    x: [tokens, hidden_size], normalized.
+    x: [tokens, hidden_size], normalized; `routed`: the same for the router, if it has a norm of its own.
     """
-    logits = matmul(
-        x, layer.router, bias=layer.router_bias, out_dtype=torch.float32, implementation=implementation
-    )  # [tokens, experts]
-    weights, ids = route(
-        logits, layer.used, kind=layer.routing, normalise=layer.normalised, implementation=implementation
-    )
+    weights, ids = routing(x if routed is None else routed, layer, implementation)
     if len(layer.gate_up) == 1:
         stack = layer.gate_up[0]
         inner = grouped_matmul(x, stack.weight, ids, bias=stack.bias, gate=gate, implementation=implementation)
@@ -71,3 +69,14 @@ def mixture(x: Tensor, layer: Experts, gate: Gate, residual: Tensor, implementat
         out_dtype=torch.float32,
         implementation=implementation,
     )
+
+
+def routing(x: Tensor, layer: Experts, implementation: str) -> tuple[Tensor, Tensor]:
+    """Return the weights and the experts of each token, float32 and int32 [tokens, used]."""
+    logits = matmul(
+        x, layer.router, bias=layer.router_bias, out_dtype=torch.float32, implementation=implementation
+    )  # [tokens, experts]
+    weights, ids = route(
+        logits, layer.used, kind=layer.routing, normalise=layer.normalised, implementation=implementation
+    )
+    return weights if layer.scale is None else weights * layer.scale[ids], ids

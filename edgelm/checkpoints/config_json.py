@@ -40,7 +40,7 @@ KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "multi_query_gr
 HEAD_LEN = ("head_dim", "kv_channels", "attention_head_dim")
 CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-EXPERTS_USED = ("num_experts_per_tok", "experts_per_token")
+EXPERTS_USED = ("num_experts_per_tok", "experts_per_token", "top_k_experts")
 
 GEMMA_2_AND_3: Mapping[str, Any] = {
     "num_attention_heads": 8,
@@ -313,7 +313,8 @@ def cached_kv_heads(values: Values, shape: Shape) -> list[int]:
 
 def folder_experts(values: Values, num_layers: int) -> Experts:
     """Read the experts of the decoder. Raises ModelError where they cannot be true."""
-    count = values.integer(*EXPERTS, high=MAX_EXPERTS, default=0)
+    has_experts = values.get("enable_moe_block") is not False  # Gemma 4's dense sizes say so
+    count = values.integer(*EXPERTS, high=MAX_EXPERTS, default=0) if has_experts else 0
     return Experts(count, [values.integer(*EXPERTS_USED, high=MAX_EXPERTS, default=0)] * num_layers)
 
 

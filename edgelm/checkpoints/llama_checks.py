@@ -35,7 +35,7 @@ FULL_ROPE = frozenset(
 NO_BLOCKS = frozenset({"clip", "wavtokenizer-dec"})
 BLOCK = re.compile(r"(?:enc\.|dec\.)?blk\.(\d{1,6})\.(.+)")
 MATRIX = re.compile(
-    r"(?:.*\.)?(?:token_embd|output|attn_(?:q|k|v|qkv|output)|ffn_(?:up|down|gate)(?:_exps|_shexp|_inp)?)\.weight"
+    r"(?:.*\.)?(?:token_embd|output|attn_(?:q|k|v|qkv|output)|ffn_(?:up|down|gate|gate_up)(?:_exps|_shexp|_inp)?)\.weight"
 )
 NO_WEIGHTS = frozenset({"I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K"})
 PARTS_OF_A_BLOCK = (

@@ -21,7 +21,7 @@ from edgelm.kernels.layout import TILE, DenseWeight, Weight, fuse_gated, fuse_ro
 from edgelm.kernels.matmul import Norm
 from edgelm.kernels.rope import Rope
 from edgelm.models.config import LayerConfig, ModelConfig, read_config
-from edgelm.models.decoder import Attention, Decoder, FeedForward, Layer, Linear, Weights
+from edgelm.models.decoder import Attention, Decoder, DenseAndExperts, Feed, FeedForward, Layer, Linear, Weights
 from edgelm.models.families import LAYER, UNUSED, decoder_name
 from edgelm.models.loading.sources import FolderSource, GGUFSource, WeightSource
 from edgelm.models.moe import Experts, Stack
@@ -101,7 +101,22 @@ class _Loader:
 
     def layer(self, i: int) -> Layer:
         layer = self._config.layers[i]
-        return Layer(self.attention(i, layer), self.experts(i) if layer.sparse else self.feed_forward(i))
+        return Layer(self.attention(i, layer), self.feed(i, layer))
+
+    def feed(self, i: int, layer: LayerConfig) -> Feed:
+        names = self._names
+        if not layer.sparse:
+            return self.feed_forward(i, names.feed_post_norm)
+        if not self._config.family.dense_beside_experts:
+            return self.experts(i, names.feed_norm)
+        hidden_size = self._config.hidden_size
+        return DenseAndExperts(
+            dense=self.feed_forward(i, names.dense_post_norm),
+            experts=self.experts(i, names.expert_norm),
+            router_norm=self._vector(names.router_scale.format(i=i), hidden_size) * hidden_size**-0.5,
+            expert_post_norm=self._norm_weight(names.expert_post_norm, i, hidden_size),
+            post_norm=self._norm_weight(names.feed_post_norm, i, hidden_size),
+        )
 
     def attention(self, i: int, layer: LayerConfig) -> Attention:
         config, names = self._config, self._names
@@ -130,7 +145,7 @@ class _Loader:
             post_norm=self._post_norm(names.attention_post_norm, i),
         )
 
-    def feed_forward(self, i: int) -> FeedForward:
+    def feed_forward(self, i: int, post_norm: str) -> FeedForward:
         config, names = self._config, self._names
         if names.gate_up and self._has(names.gate_up, i) and not self._has(names.gate, i):
             gate_up = self._split_gate_up(i)
@@ -142,11 +157,11 @@ class _Loader:
             norm=self.norm(names.feed_norm, i),
             gate_up=gate_up,
             down=self._linear(names.down, i, sizes=(config.hidden_size,), columns=width),
-            post_norm=self._post_norm(names.feed_post_norm, i),
+            post_norm=self._post_norm(post_norm, i),
             scale=self._layer_scale(i),
         )
 
-    def experts(self, i: int) -> Experts:
+    def experts(self, i: int, norm: str) -> Experts:
         config, names = self._config, self._names
         experts = config.experts
         assert experts is not None
@@ -155,8 +170,9 @@ class _Loader:
         for stack in (*gate_up, down):
             if stack.weight.num_matrices != experts.count:
                 raise ModelError(f"layer {i} has {stack.weight.num_matrices} experts instead of {experts.count}")
+        scale = names.expert_scale.format(i=i)
         return Experts(
-            norm=self.norm(names.feed_norm, i),
+            norm=self.norm(norm, i),
             router=router.weight,
             router_bias=router.bias,
             gate_up=gate_up,
@@ -164,6 +180,7 @@ class _Loader:
             used=experts.used,
             routing=experts.routing,
             normalised=experts.normalised,
+            scale=self._vector(scale, experts.count) if scale else None,
         )
 
     def ends(self) -> tuple[Weight, Linear]:
@@ -260,6 +277,8 @@ class _Loader:
         return (Linear(replace(weight, gated=True), bias, (2 * width,)),)
 
     def _separate_experts(self, i: int) -> tuple[tuple[Stack, ...], Stack]:
+        if (name := self._names.expert_gate_then_up.format(i=i)) in self._files:
+            return self._gate_then_up(name), self._expert_stack(self._names.expert_down, i)
         gate, up, down = (
             self._expert_stack(name, i)
             for name in (self._names.expert_gate, self._names.expert_up, self._names.expert_down)
@@ -271,12 +290,23 @@ class _Loader:
             bias = _alternating(gate.bias, up.bias)
         return (Stack(fuse_gated(gate.weight, up.weight), bias),), down
 
+    def _gate_then_up(self, name: str) -> tuple[Stack, ...]:
+        """Load the gate and up of all experts from one tensor, with alternating tiles."""
+        width = self._shape(name)[1] // 2
+        halves = torch.arange(width), torch.arange(width, 2 * width)
+        orders = halves if width % TILE else (_alternating(*halves),)
+        loaded = [
+            self._converted(self._source.matrix(self._file_name(name), self._device, rows=rows)) for rows in orders
+        ]
+        return tuple(Stack(replace(weight, gated=len(orders) == 1)) for weight in loaded)
+
     def _expert_stack(self, name: str, i: int) -> Stack:
         experts = self._config.experts
         assert experts is not None
         if "{e}" not in name:
-            weight = self._source.matrix(self._file_name(f"{name.format(i=i)}.weight"), self._device)
-            return Stack(self._converted(weight), self._optional_bias(name, i))
+            bare = name.format(i=i)  # of a folder's stacked parameter
+            file_name = self._file_name(bare if bare in self._files else f"{bare}.weight")
+            return Stack(self._converted(self._source.matrix(file_name, self._device)), self._optional_bias(name, i))
         file_names = [self._file_name(f"{name.format(i=i, e=e)}.weight") for e in range(experts.count)]
         return Stack(self._converted(self._source.stack(file_names, self._device)))
 

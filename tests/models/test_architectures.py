@@ -95,7 +95,7 @@ def test_two_sequences_in_a_batch(name: str, decoders: Any) -> None:
         assert relative_error(got, expected(built(name), ids)) < F32
 
 
-@pytest.mark.parametrize("name", ["ministral3", "granite", "gemma4"])
+@pytest.mark.parametrize("name", ["ministral3", "granite", "gemma4", "gemma4_moe"])
 def test_greedy_text(name: str, folders: Any) -> None:
     """64 tokens, one after the other, are those that transformers finds the most likely."""
     session, ids = Session(decoder_of(folders(name), context=96)), text(8, 12)
@@ -112,13 +112,14 @@ def test_bfloat16(name: str, folders: Any, monkeypatch: pytest.MonkeyPatch) -> N
     session = Session(decoder_of(folders(name), torch.bfloat16), cache_dtype=torch.bfloat16)
     ids = text(LENGTH, 5)
     got = torch.cat([session.run({0: ids[:30]})[0], session.run({0: ids[30:]})[0]])
-    assert mean_relative_error(got, expected(built(name), ids)) < BF16
+    # In six layers with experts some tokens go elsewhere; transformers in bfloat16 is 0.062 away from itself.
+    assert mean_relative_error(got, expected(built(name), ids)) < (3 * BF16 if name == "gemma4_moe" else BF16)
 
 
-@pytest.mark.parametrize("name", ["llama3", "phi3", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama3", "phi3", "qwen3_moe", "gpt_oss", "gemma4_moe"])
 def test_a_feed_forward_size_that_is_no_multiple_of_a_tile(name: str, tmp_path: Path) -> None:
     """Gate and up cannot alternate by tiles then: they stay two matrices."""
-    model = build(name, intermediate_size=88, **({"moe_intermediate_size": 40} if name == "qwen3_moe" else {}))
+    model = build(name, intermediate_size=88, **({"moe_intermediate_size": 40} if name.endswith("_moe") else {}))
     ids = text(20, 9)
     got = Session(decoder_of(write(model, tmp_path))).run({0: ids})[0]
     assert relative_error(got, expected(model, ids)) < F32
@@ -139,7 +140,15 @@ def test_padding_changes_nothing(name: str, decoders: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "per_layer", "ends"),
-    [("llama3", 6, 4), ("qwen3", 6, 4), ("gemma3", 8, 3), ("ministral3", 6, 4), ("granite", 6, 4), ("gemma4", 8, 4)],
+    [
+        ("llama3", 6, 4),
+        ("qwen3", 6, 4),
+        ("gemma3", 8, 3),
+        ("ministral3", 6, 4),
+        ("granite", 6, 4),
+        ("gemma4", 8, 4),
+        ("gemma4_moe", 12, 4),
+    ],
 )
 def test_ops_of_a_step(name: str, per_layer: int, ends: int, decoders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each op is one kernel if a step has few rows; with CUDA graphs, a small step costs their number."""

@@ -57,6 +57,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 32},
     "gemma4": {},
+    "gemma4_moe": {},
     "phi3": {
         "sliding_window": None,
         "max_position_embeddings": 512,

@@ -59,6 +59,11 @@ GEMMA_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "router.proj": "ffn_gate_inp",
+    "router": "ffn_gate_inp",
 }
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
@@ -131,10 +136,10 @@ def _write_keys(writer: GGUFWriter, config: Any) -> None:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    experts = getattr(config, "num_local_experts", None)
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     if experts:
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_used_count(getattr(config, "top_k_experts", None) or config.num_experts_per_tok)
         if config.model_type != "mixtral":
             writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
     if config.model_type in ("gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "phi3"):
@@ -208,8 +213,11 @@ def _tensors(model: Any, *, in_place: bool = False) -> Iterator[tuple[str, Tenso
         tensor = parameter.detach()
         match = LAYER.fullmatch(name)
         block, rest = (f"blk.{match[1]}.", match[2]) if match else ("", name)
-        if rest.startswith("mlp.experts."):
-            yield from _experts(block, rest.removeprefix("mlp.experts."), tensor, config)
+        if rest.startswith(("mlp.experts.", "experts.")):
+            yield from _experts(block, rest.removeprefix("mlp.").removeprefix("experts."), tensor, config)
+            continue
+        if rest == "router.per_expert_scale":
+            yield f"{block}ffn_down_exps.scale", tensor
             continue
         if rest == "self_attn.sinks":
             yield f"{block}attn_sinks.weight", tensor
@@ -242,7 +250,9 @@ def _experts(block: str, rest: str, tensor: Tensor, config: Any) -> Iterator[tup
         halves = (tensor[:, ::2], tensor[:, 1::2])
     else:
         halves = tuple(tensor.chunk(2, 1))
-    if rest.startswith("gate_up_proj"):
+    if rest == "gate_up_proj" and config.model_type == "gemma4_text":
+        yield f"{block}ffn_gate_up_exps.weight", tensor
+    elif rest.startswith("gate_up_proj"):
         yield f"{block}ffn_gate_exps.{suffix}", halves[0]
         yield f"{block}ffn_up_exps.{suffix}", halves[1]
     else:

@@ -71,7 +71,7 @@ LONGROPE = {
     "long_factor": [1.0 + 0.5 * i for i in range(6)],
     "original_max_position_embeddings": 128,
 }
-ROUTERS = ("mlp.gate.weight", "router.weight")
+ROUTERS = ("mlp.gate.weight", "router.weight", "router.proj.weight")
 # by name: model_type, and the values that differ from SIZES
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama", {"rms_norm_eps": 1e-5}),
@@ -130,6 +130,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 30.0,
         },
     ),
+    "gemma4_moe": (
+        "gemma4_text",
+        {
+            "sliding_window": WINDOW,
+            "num_hidden_layers": 6,
+            "global_head_dim": 64,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 30.0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
     "phi3": (
         "phi3",
         {
@@ -156,9 +172,9 @@ def build(name: str, seed: int = 0, **changes: Any) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, tensor in model.named_parameters():
-            offset = name.startswith("gemma") and name != "gemma4"
+            offset = name.startswith("gemma") and not name.startswith("gemma4")
             tensor.copy_(_random(key, tensor, generator, centre=0.0 if offset else 1.0))
-            if name == "gemma4" and key.endswith(("q_norm.weight", "k_norm.weight")):
+            if name.startswith("gemma4") and key.endswith(("q_norm.weight", "k_norm.weight")):
                 tensor.mul_(0.4)  # nothing else scales the logits of attention
         for key, tensor in model.named_buffers():
             if key.endswith("layer_scalar"):
@@ -168,8 +184,10 @@ def build(name: str, seed: int = 0, **changes: Any) -> Any:
 
 def _random(key: str, tensor: Tensor, generator: torch.Generator, centre: float) -> Tensor:
     values = torch.randn(tensor.shape, generator=generator)
-    if key.endswith(("norm.weight", "layernorm.weight")):
+    if key.endswith(("norm.weight", "layernorm.weight", "layernorm_1.weight", "layernorm_2.weight", "expert_scale")):
         return centre + 0.2 * values
+    if key.endswith("router.scale"):
+        return (centre + 0.2 * values) * tensor.shape[-1] ** 0.5  # the router divides by that
     if "bias" in key or "sinks" in key:
         return 0.5 * values
     gain = 4.0 if key.endswith(ROUTERS) else 1.0  # bfloat16 may choose another last expert, with a small weight

@@ -261,7 +261,9 @@ class LlamaMemory:
         """Return the floats per token that are live at once in the widest feed-forward."""
         model, width = self._model, self._model.summary.width
         dense = max((tensor.shape[1] for tensor in model.tensors if _is_part(tensor, "ffn_up", 2)), default=0)
-        expert = max((tensor.shape[1] for tensor in model.tensors if _is_part(tensor, "ffn_up_exps", 3)), default=0)
+        experts = [tensor.shape[1] for tensor in model.tensors if _is_part(tensor, "ffn_up_exps", 3)]
+        experts += [tensor.shape[1] // 2 for tensor in model.tensors if _is_part(tensor, "ffn_gate_up_exps", 3)]
+        expert = max(experts, default=0)
         return max(3 * dense + 3 * self._queries, model.experts_used * (2 * width + expert) + width)
 
     @property

@@ -70,7 +70,7 @@ def write_model_keys(writer: GGUFWriter, config: ModelConfig, layout: Layout, ab
         writer.add_expert_count(config.experts.count)
         writer.add_expert_used_count(config.experts.used)
         if target_family(config).gguf != "llama":
-            writer.add_expert_feed_forward_length(shapes["blk.0.ffn_gate_exps.weight"][1])
+            writer.add_expert_feed_forward_length(shapes["blk.0.ffn_down_exps.weight"][2])
     _write_windows(writer, config)
     _write_rope(writer, config)
 
@@ -164,7 +164,7 @@ def _inner_size(shapes: Mapping[str, tuple[int, ...]]) -> int:
         return shapes["blk.0.ffn_gate.weight"][0]
     if "blk.0.ffn_up.weight" in shapes:
         return shapes["blk.0.ffn_up.weight"][0] // 2
-    return shapes["blk.0.ffn_gate_exps.weight"][1]
+    return shapes["blk.0.ffn_down_exps.weight"][2]
 
 
 def _write_windows(writer: GGUFWriter, config: ModelConfig) -> None:

@@ -113,7 +113,11 @@ class _Planner:
         yield from self._ends()
         for i, layer in enumerate(config.layers):
             yield from self._attention(i)
-            yield from self._experts(i) if layer.sparse else self._feed_forward(i)
+            beside = config.family.dense_beside_experts
+            if not layer.sparse or beside:
+                yield from self._feed_forward(i)
+            if layer.sparse:
+                yield from self._experts_beside(i) if beside else self._experts(i)
         yield self._norm(self.ours.final_norm, self.theirs.final_norm, 0, config.hidden_size)
 
     def unused(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -222,6 +226,24 @@ class _Planner:
             names = [self._used(f"{our.format(i=i, e=e)}.weight", sizes) for e in range(count)]
             parts = tuple(Part(name, 0, sizes[0]) for name in names)
             yield self._tensor(f"{their.format(i=i)}.weight", (count, *sizes), Rows(parts))
+
+    def _experts_beside(self, i: int) -> Iterator[OutTensor]:
+        """Yield the experts beside a dense feed-forward (Gemma 4), whose matrices are stacked in the folder, too."""
+        config, ours, theirs = self.config, self.ours, self.theirs
+        assert config.experts is not None
+        count, width = config.experts.count, config.hidden_size
+        for name in ("dense_post_norm", "expert_norm", "expert_post_norm"):
+            yield self._norm(getattr(ours, name), getattr(theirs, name), i, width)
+        yield from self._linear(ours.router, theirs.router, i, count, width)
+        yield self._vector(ours.router_scale.format(i=i), theirs.router_scale.format(i=i), width)
+        yield self._vector(ours.expert_scale.format(i=i), theirs.expert_scale.format(i=i), count)
+        gate_up, down = ours.expert_gate_then_up.format(i=i), ours.expert_down.format(i=i)
+        inner = self._shape(down)[-1]
+        for our, their, shape in (
+            (gate_up, theirs.expert_gate_then_up.format(i=i), (count, 2 * inner, width)),
+            (down, f"{theirs.expert_down.format(i=i)}.weight", (count, width, inner)),
+        ):
+            yield self._tensor(their, shape, Rows((Part(self._used(our, shape=shape), 0, count * shape[1]),)))
 
     def _transposed_experts(self, i: int, count: int, width: int) -> Iterator[OutTensor]:
         """Yield the experts of gpt-oss: gate and up alternate, and plain weights are stored [columns, rows]."""

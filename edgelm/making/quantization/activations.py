@@ -18,12 +18,23 @@ from edgelm.kernels.cache import BLOCK_LEN, FORMATS, LayerCache, allocate
 from edgelm.kernels.embedding import embedding
 from edgelm.kernels.grouped import grouped_matmul
 from edgelm.kernels.layout import DenseWeight, Weight, dequantize
-from edgelm.kernels.matmul import Lengths, matmul
-from edgelm.kernels.route import route
+from edgelm.kernels.matmul import Lengths
 from edgelm.making.quantization.int4_layer import Place, Statistics
 from edgelm.models.config import ModelConfig
-from edgelm.models.decoder import Attention, Batch, Decoder, FeedForward, Layer, Linear, NextNorm, Stream, Weights
-from edgelm.models.moe import Experts, Stack
+from edgelm.models.decoder import (
+    Attention,
+    Batch,
+    Decoder,
+    DenseAndExperts,
+    Feed,
+    FeedForward,
+    Layer,
+    Linear,
+    NextNorm,
+    Stream,
+    Weights,
+)
+from edgelm.models.moe import Experts, Stack, routing
 
 BATCH_TOKENS = 2048
 OPS = "reference"  # plain torch, on any device
@@ -103,6 +114,7 @@ def dense(layer: Layer) -> Layer:
     """Return a layer whose quantized matrices are plain numbers, so that they are unpacked once."""
     attention, feed = layer.attention, layer.feed
     attention = replace(attention, qkv=_dense_all(attention.qkv), out=_dense(attention.out))
+    assert not isinstance(feed, DenseAndExperts), "int4_plan refuses these"
     if isinstance(feed, FeedForward):
         return Layer(attention, replace(feed, gate_up=_dense_all(feed.gate_up), down=_dense(feed.down)))
     return Layer(attention, replace(feed, gate_up=_dense_all(feed.gate_up), down=_dense(feed.down)))
@@ -153,7 +165,7 @@ class _Runner(Decoder):
             self._record(self._places[linear], x)
         return super()._linear(x, linear, lengths=lengths, gate=gate, residual=residual)
 
-    def _feed(self, layer: FeedForward | Experts, stream: Stream, next_norm: NextNorm) -> Stream:
+    def _feed(self, layer: Feed, stream: Stream, next_norm: NextNorm) -> Stream:
         if isinstance(layer, Experts) and self._statistics is not None:
             self._record_experts(layer, self._normed(stream, self.dtype))
         return super()._feed(layer, stream, next_norm)
@@ -167,8 +179,7 @@ class _Runner(Decoder):
 
     def _record_experts(self, layer: Experts, x: Tensor) -> None:
         """Record the tokens of each expert; one without a token has statistics of no rows."""
-        logits = matmul(x, layer.router, bias=layer.router_bias, out_dtype=torch.float32, implementation=OPS)
-        _, ids = route(logits, layer.used, kind=layer.routing, normalise=layer.normalised, implementation=OPS)
+        _, ids = routing(x, layer, OPS)
         for expert in range(layer.down.weight.num_matrices):
             rows = x[(ids == expert).any(1)]
             self._record(Place("feed_in", expert), rows)

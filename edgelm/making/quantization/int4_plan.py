@@ -66,9 +66,11 @@ def plan_folder(model: Safetensors, config: Mapping[str, Any], job: Int4Job) -> 
         label = quantization_label(section)
         raise ModelError(f"{model.name} is quantized already ({label})", SOURCES)
     decoder = read_config(config)
-    if decoder.names.expert_gate_up and decoder.experts:
+    if (decoder.names.expert_gate_up or decoder.names.expert_gate_then_up) and decoder.experts:
         message = f"the experts of {decoder.family.name} are one tensor, for which the packed layout has no form"
-        raise ModelError(message, "use its own MXFP4 files, which have 4 bits already")
+        own = decoder.family.gguf == "gpt-oss"
+        hint = "use its own MXFP4 files, which have 4 bits already" if own else "convert it, and quantize the GGUF"
+        raise ModelError(message, hint)
     if reason := unreadable_reason(model, config):
         raise ModelError(reason, "")
     names = {decoder_name(name): name for name in model.tensors}

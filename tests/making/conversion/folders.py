@@ -27,7 +27,7 @@ SPLIT_OF = {
     "ministral3": "tekken",
     "granite": "llama-bpe",
 }
-PIECES = ("llama2", "tied", "mixtral", "phi3", "gemma", "gemma2", "gemma3", "gemma4", "mistral")
+PIECES = ("llama2", "tied", "mixtral", "phi3", "gemma", "gemma2", "gemma3", "gemma4", "gemma4_moe", "mistral")
 
 LLAMA_CPP: Mapping[str, Mapping[str, Any]] = MODELS  # what llama.cpp computes as transformers does
 

@@ -257,7 +257,11 @@ def test_refusals(source: Path, changes: dict[str, Any], options: dict[str, Any]
     assert not list(tmp_path.glob("*out*"))
 
 
-def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
-    folder = write(build("gpt_oss"), tmp_path / "source")
-    with pytest.raises(EdgeLMError, match="the experts of gpt-oss are one tensor"):
+@pytest.mark.parametrize(
+    ("name", "family", "hint"), [("gpt_oss", "gpt-oss", "MXFP4"), ("gemma4_moe", "Gemma 4", "quantize the GGUF")]
+)
+def test_experts_in_one_tensor_are_refused(name: str, family: str, hint: str, tmp_path: Path) -> None:
+    folder = write(build(name), tmp_path / "source")
+    with pytest.raises(EdgeLMError, match=f"the experts of {family} are one tensor") as refused:
         quantize(folder, tmp_path / "out", "int4")
+    assert hint in refused.value.hint
