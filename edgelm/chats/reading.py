@@ -9,7 +9,9 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from edgelm.base.workers.messages import Passage
+from edgelm.base.passages import Passage
+
+GUIDE = "edgelm:guide"  # a root that stands for the built-in guide
 
 
 @dataclass(frozen=True, slots=True)

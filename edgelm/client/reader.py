@@ -20,12 +20,10 @@ from urllib.parse import urlsplit
 from textual import log
 
 from edgelm.base.errors import EdgeLMError, RequestError
-from edgelm.base.workers.messages import Passage
+from edgelm.base.passages import Passage
 from edgelm.chats.history import Message
-from edgelm.chats.knowledge.index import GUIDE, Knowledge, Refreshed
 from edgelm.chats.knowledge.quote import share_of_context
-from edgelm.chats.knowledge.starter import starter_answers, starter_passages
-from edgelm.chats.reading import Reading
+from edgelm.chats.reading import GUIDE, Reading
 from edgelm.client.endpoint import Client, ModelEntry
 from edgelm.client.failures import UnreachableError
 from edgelm.client.link import Link
@@ -36,6 +34,8 @@ from edgelm.library.suggestion import suggested_model
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from edgelm.chats.knowledge.index import Knowledge, Refreshed
 
 DEFAULT_CONTEXT = 4096  # tokens, where the endpoint does not tell
 TICK_S = 0.5  # between two reports of progress
@@ -81,6 +81,8 @@ class KnowledgeThread:
             self._thread.join(CLOSE_S)
 
     def _loop(self) -> None:
+        from edgelm.chats.knowledge.index import Knowledge  # here: the chat starts without SQLite's search
+
         knowledge: Knowledge | None = None
         while (item := self._work.get()) is not None:
             work, future = item
@@ -213,10 +215,13 @@ class Reader:
         """Read the guide for a question to the starter, also where nobody asked for it."""
         context = await _context(client, STARTER, await self._link.models())
         larger = await asyncio.to_thread(suggested_model)
-        passages = await self.thread.run(
-            lambda knowledge: starter_passages(knowledge, text, larger, context), show, "reading the guide"
-        )
-        return Reading(roots, tuple(passages))
+
+        def find(knowledge: Knowledge) -> list[Passage]:
+            from edgelm.chats.knowledge.starter import starter_passages
+
+            return starter_passages(knowledge, text, larger, context)
+
+        return Reading(roots, tuple(await self.thread.run(find, show, "reading the guide")))
 
     async def _search_with_vectors(
         self, search: Callable[[EndpointEmbed | None], Awaitable[tuple[Passage, ...]]], client: Client
@@ -240,6 +245,8 @@ class Reader:
         reading = question.reading
         if model != STARTER or reading is None or not reading.passages or not set(reading.roots) <= {GUIDE}:
             return ()
+        from edgelm.chats.knowledge.starter import starter_answers
+
         return tuple(starter_answers(reading.passages, question.text))
 
     def drop_half(self, session: Session, question: Message) -> bool:

@@ -14,9 +14,10 @@ import typer
 
 from edgelm.base.config import SETTINGS, Config, load_config
 from edgelm.base.errors import EdgeLMError, UsageError
+from edgelm.base.passages import Passage
 from edgelm.base.places import Places
 from edgelm.base.workers.grammars import GrammarSpec
-from edgelm.base.workers.messages import EFFORTS, Passage, Read, Result, RunJob, Said, Text, Thinking, Thought
+from edgelm.base.workers.messages import EFFORTS, Read, Result, RunJob, Said, Text, Thinking, Thought
 from edgelm.chats.attachments import images
 from edgelm.chats.presets import Preset, apply_preset
 from edgelm.commands.flags import Flags, Json, SettingsOf, Verbose
@@ -147,7 +148,7 @@ def _local_job(
 
         passages = find_passages(know, text, config.places, verbose=verbose)
     elif local.name == STARTER and not options.raw:
-        from edgelm.chats.knowledge.index import GUIDE
+        from edgelm.chats.reading import GUIDE
 
         know = (GUIDE,)
         passages, quotations = _read_guide(text, config.places)
