@@ -78,7 +78,7 @@ class AnswerStream:
         self._tags = ThinkTags() if tags else None
 
     def take(self, chunk: Mapping[str, Any]) -> Delta | None:
-        """Return what a chunk of the answer adds; None: nothing that is shown. A field of another type is none."""
+        """Return what a chunk adds to the answer; None: nothing to show. A field of a wrong type is ignored."""
         self.chunks += 1
         own = mapping(chunk.get("edgelm"))
         self._own |= own

@@ -124,7 +124,7 @@ class EndpointEmbed:
         return array
 
     def stop(self) -> None:
-        """End the request: nobody waits for the vectors any more, but others wait for the thread of the index."""
+        """End the request: its vectors are no longer needed, and others wait for the thread of the index."""
         self._stopped = True
         if self._request is not None:
             self._request.cancel()
@@ -212,7 +212,7 @@ class Reader:
         return Reading(roots, passages, "" if passages else "no passage fits the question")
 
     async def _find_for_starter(self, text: str, roots: tuple[str, ...], client: Client, show: Show) -> Reading:
-        """Read the guide for a question to the starter, also where nobody asked for it."""
+        """Read the guide for a question to the starter, also where the user did not ask for that."""
         context = await _context(client, STARTER, await self._link.models())
         larger = await asyncio.to_thread(suggested_model)
 

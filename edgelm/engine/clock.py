@@ -31,7 +31,7 @@ _CURVE_STEPS = 32  # steps after which the cost curves are computed again
 _SCALE_WEIGHT = 0.3  # of the newest step
 _RATIO_WEIGHT = 0.05
 _SHORTEST_S = 1e-6  # shorter times are below the resolution of the clock
-_OUTLIER = 4.0  # a step so many times longer or shorter than expected says something about the machine, not about rows
+_OUTLIER = 4.0  # a step this many times longer or shorter than expected tells of the machine, not of rows
 
 
 class Measured(NamedTuple):
@@ -124,7 +124,7 @@ class DecodeStep(NamedTuple):
     sequences: int
     rows: int
     seconds: float
-    plain_s: float  # recent time of a plain step of so many sequences; 0: there was none
+    plain_s: float  # recent time of a plain step of this many sequences; 0: there was none
 
 
 @dataclass(slots=True)

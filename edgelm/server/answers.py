@@ -63,7 +63,7 @@ class _Coming:
         self._reading: asyncio.Task[None] | None = None
 
     async def arrived(self, limit_s: float) -> bool:
-        """Return whether deltas, the end or a failure come within so many seconds."""
+        """Wait for deltas, the end or a failure; return whether one came in time."""
         if self._reading is None:
             self._reading = asyncio.ensure_future(self._read())
             self._reading.add_done_callback(lambda _: self._news.set())

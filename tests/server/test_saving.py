@@ -95,7 +95,6 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], async
             [bind_tcp("127.0.0.1", 0)],
             None,
             ServeOptions([]),
-            lambda: False,
             lambda: None,
             reports.append,
             Remotes(),

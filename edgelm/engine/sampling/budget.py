@@ -22,7 +22,7 @@ class _Thought:
     spent: int = 0  # tokens of thoughts
     closing: int = 0  # tokens of the forced end so far
     partial: bytes = b""  # of a character that is not complete
-    tail: bytes = b""  # the last tokens, spelled, as far as a marker may begin there
+    tail: bytes = b""  # the end of the text, as long as it may be the start of a marker
 
 
 class BudgetMatcher:

@@ -98,7 +98,7 @@ class ResponsesRequest(GrammarFields, SamplingFields, KeepAliveFields):
 
     @property
     def dropped_tools(self) -> list[str]:
-        """The types of the tools that nobody runs here."""
+        """The types of the tools that only OpenAI runs."""
         return sorted({str(tool.get("type")) for tool in self.tools or ()} - set(CLIENT_TOOLS))
 
     @property

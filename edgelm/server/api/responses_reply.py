@@ -23,7 +23,7 @@ from edgelm.text.parse import Args, CallBegin, CallEnd, Content, Part, Reasoning
 
 FUNCTION_KEYS = ("description", "parameters", "strict")
 FORMAT_KEYS = ("name", "description", "schema", "strict")
-MAX_HOSTED_LEN = 64 * 2**10  # characters of the tools that nobody runs here, in a response
+MAX_HOSTED_LEN = 64 * 2**10  # characters, in a response, of the tools that only OpenAI runs
 INCOMPLETE = {"length": "max_output_tokens", "context": "max_output_tokens"}
 
 
