@@ -9,22 +9,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgelm.base.errors import RequestError
 from edgelm.base.workers.messages import Footprint
-from edgelm.checkpoints.config_json import read_config_json
-from edgelm.checkpoints.encoder import is_encoder
-from edgelm.checkpoints.folder import folder_facts
 from edgelm.checkpoints.gguf import GGUF, open_gguf
 from edgelm.checkpoints.llama_checks import check_for_llama
-from edgelm.checkpoints.safetensors import Safetensors, open_safetensors
 from edgelm.checkpoints.summary import ModelFacts, ModelKind, model_facts
 from edgelm.engine.core import PictureReader
 from edgelm.engine.engine import Engine
-from edgelm.text.pairs import PairEncoder
 from edgelm.text.prompt_token_cache import PromptTokenCache
 from edgelm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from edgelm.checkpoints.safetensors import Safetensors
+    from edgelm.text.pairs import PairEncoder
 
 _HINTS: dict[ModelKind, str] = {
     "text": "take a model for chats",
@@ -77,7 +76,11 @@ class OpenedModel:
     @property
     def llama_problem(self) -> str:
         """Why llama.cpp cannot run the model at all; empty: it may. Of a BERT it gets a GGUF that is made first."""
-        return "" if self.gguf or is_encoder(self.config or {}) else "llama.cpp does not read safetensors"
+        if self.gguf:
+            return ""
+        from edgelm.checkpoints.encoder import is_encoder
+
+        return "" if is_encoder(self.config or {}) else "llama.cpp does not read safetensors"
 
     def torch_problem(self, implementation: str = "reference") -> str:
         """Return why the torch engine cannot run the model with "reference" or "triton" ops; empty: it can.
@@ -102,6 +105,10 @@ class OpenedModel:
 def open_model(path: Path) -> Iterator[OpenedModel]:
     """Open a GGUF, or a folder or file of safetensors. Raises ModelError."""
     if path.is_dir() or path.name.endswith((".safetensors", ".safetensors.index.json")):
+        from edgelm.checkpoints.config_json import read_config_json  # most models are GGUFs
+        from edgelm.checkpoints.folder import folder_facts
+        from edgelm.checkpoints.safetensors import open_safetensors
+
         with open_safetensors(path) as folder:
             yield OpenedModel(path, folder_facts(folder), folder=folder, config=read_config_json(folder.folder))
         return

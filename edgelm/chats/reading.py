@@ -11,8 +11,6 @@ from typing import Any
 
 from edgelm.base.passages import Passage
 
-GUIDE = "edgelm:guide"  # a root that stands for the built-in guide
-
 
 @dataclass(frozen=True, slots=True)
 class Reading:

@@ -22,8 +22,9 @@ from textual import log
 from edgelm.base.errors import EdgeLMError, RequestError
 from edgelm.base.passages import Passage
 from edgelm.chats.history import Message
+from edgelm.chats.knowledge import GUIDE
 from edgelm.chats.knowledge.quote import share_of_context
-from edgelm.chats.reading import GUIDE, Reading
+from edgelm.chats.reading import Reading
 from edgelm.client.endpoint import Client, ModelEntry
 from edgelm.client.failures import UnreachableError
 from edgelm.client.link import Link

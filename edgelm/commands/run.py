@@ -19,16 +19,15 @@ from edgelm.base.places import Places
 from edgelm.base.workers.grammars import GrammarSpec
 from edgelm.base.workers.messages import EFFORTS, Read, Result, RunJob, Said, Text, Thinking, Thought
 from edgelm.chats.attachments import images
-from edgelm.chats.presets import Preset, apply_preset
 from edgelm.commands.flags import Flags, Json, SettingsOf, Verbose
 from edgelm.commands.grammar import chosen_grammar
 from edgelm.commands.job import reader_may_leave, run_job
-from edgelm.commands.presets import read_presets, start_preset
 from edgelm.commands.run_prompt import Words, parse_words
 from edgelm.library.local import model_config, require_sight, runnable_model
 from edgelm.library.names import STARTER
 
 if TYPE_CHECKING:
+    from edgelm.chats.presets import Preset
     from edgelm.commands.run_chat import SavedChat
     from edgelm.library.scan import LocalModel
 
@@ -148,7 +147,7 @@ def _local_job(
 
         passages = find_passages(know, text, config.places, verbose=verbose)
     elif local.name == STARTER and not options.raw:
-        from edgelm.chats.reading import GUIDE
+        from edgelm.chats.knowledge import GUIDE
 
         know = (GUIDE,)
         passages, quotations = _read_guide(text, config.places)
@@ -158,6 +157,8 @@ def _local_job(
     before, urls = _system(preset), images(pictures)
     if saved is not None:
         if preset is not None:
+            from edgelm.chats.presets import apply_preset
+
             apply_preset(saved.session.chat, preset)
         before, text, urls = saved.ask(text, local, know, passages, pictures)
         if not pictures and (urls or any(said.images for said in before)):
@@ -266,6 +267,8 @@ def _print_answer(
 
 def _find_preset(name: str, config: Config, *, raw: bool) -> Preset:
     """Return a preset without what flags say. Raises UsageError."""
+    from edgelm.commands.presets import read_presets, start_preset  # most answers have none
+
     preset = start_preset(read_presets(config), name, config)
     assert preset is not None, "it is named"
     if raw and preset.system:

@@ -19,7 +19,8 @@ from edgelm.base.workers.messages import EFFORTS, Said, Text, Thinking, Thought
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.handles import find_chat, handle
 from edgelm.chats.history import Chat, Message, State
-from edgelm.chats.reading import GUIDE, Reading
+from edgelm.chats.knowledge import GUIDE
+from edgelm.chats.reading import Reading
 from edgelm.chats.store import ChatsError, Store
 from edgelm.chats.store_thread import StoreThread, Write
 from edgelm.client.answer_stream import AnswerStats

@@ -18,7 +18,6 @@ from edgelm.base.config import Settings
 from edgelm.base.errors import RequestError
 from edgelm.base.sampling import SamplingParams
 from edgelm.engine.core import Event, PictureSpan, Sampled, Stats
-from edgelm.engine.sampling.script import ScriptMatcher
 from edgelm.engine.usage import Usage
 from edgelm.jobs.constraints import Constraints, Style, Styles
 from edgelm.jobs.past import PastTokens
@@ -224,6 +223,8 @@ class Answerer:
         script = prepared.ids[1:]
         if not script:
             return []
+        from edgelm.engine.sampling.script import ScriptMatcher  # few requests ask for these
+
         params = SamplingParams(temperature=0, max_tokens=len(script), num_logprobs=prepared.params.num_logprobs)
         sampled: list[Sampled] = []
         stream = self._loaded.engine.submit(

@@ -16,8 +16,9 @@ from textual.widgets import OptionList
 from edgelm.base.errors import EdgeLMError
 from edgelm.base.passages import Passage
 from edgelm.chats.history import Message
+from edgelm.chats.knowledge import GUIDE
 from edgelm.chats.knowledge.index import Knowledge
-from edgelm.chats.reading import GUIDE, Reading
+from edgelm.chats.reading import Reading
 from edgelm.tui.commands.table import Suggestion
 from edgelm.tui.dialogs.knowledge import KnowledgeScreen, SendScreen
 from edgelm.tui.prompt.paths import absolute_path, common_start, suggest_paths

@@ -6,7 +6,8 @@ Owns the order and the words. Knows nothing of how answers are made.
 from __future__ import annotations
 
 from edgelm.chats.history import Message
-from edgelm.chats.reading import GUIDE, Reading
+from edgelm.chats.knowledge import GUIDE
+from edgelm.chats.reading import Reading
 from edgelm.client.answer_stream import AnswerStats
 from edgelm.library.names import STARTER
 from edgelm.tui.answers import Answer

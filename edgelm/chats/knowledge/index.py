@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from edgelm.base.errors import EdgeLMError
 from edgelm.base.passages import SEPARATOR, Passage
+from edgelm.chats.knowledge import GUIDE
 from edgelm.chats.knowledge.files import LeftOut, Root, real_root
 from edgelm.chats.knowledge.guide import Page, searchable_pages
 from edgelm.chats.knowledge.passages import split_text
 from edgelm.chats.knowledge.question import MAX_QUESTION, query
 from edgelm.chats.knowledge.quote import fitting
 from edgelm.chats.knowledge.tables import Database, KnownFile, NewPassage, Row
-from edgelm.chats.reading import GUIDE
 
 if TYPE_CHECKING:
     import numpy as np

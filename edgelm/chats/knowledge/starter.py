@@ -10,13 +10,13 @@ import re
 from collections.abc import Sequence
 
 from edgelm.base.passages import Passage
+from edgelm.chats.knowledge import GUIDE
 from edgelm.chats.knowledge.guide import searchable_pages
 from edgelm.chats.knowledge.index import Knowledge
 from edgelm.chats.knowledge.languages import LINES, in_english, language_of
 from edgelm.chats.knowledge.passages import split_text
 from edgelm.chats.knowledge.quote import MOST_CHARS, fitting, share_of_context
 from edgelm.chats.knowledge.sections import Section, guess
-from edgelm.chats.reading import GUIDE
 
 CONTEXT = 3072  # tokens, of the starter
 UNKNOWN_SHARE = 0.82  # from this probability of "no section" on, the guide has no answer

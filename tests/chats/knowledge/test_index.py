@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 
 from edgelm.base.errors import EdgeLMError
 from edgelm.base.passages import Passage
-from edgelm.chats.knowledge import index
+from edgelm.chats.knowledge import GUIDE, index
 from edgelm.chats.knowledge.guide import Page
 from edgelm.chats.knowledge.index import Knowledge, fused
 from edgelm.chats.knowledge.question import query
-from edgelm.chats.reading import GUIDE
 from tests.chats.knowledge.conftest import Write
 
 ALL = 100_000  # characters: more than eight passages have
