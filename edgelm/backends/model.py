@@ -46,13 +46,16 @@ class LoadedModel:
     pictures: PictureReader | None = None  # of a model that sees
     unused_gpu: str = ""  # the line about a GPU that stands here and is not used (choice.py)
 
-    def require(self, kind: ModelKind) -> None:
-        """Raise RequestError for a model of another kind; a model of text embeds, too."""
+    def require(self, kind: ModelKind, asked: str = "") -> None:
+        """Raise RequestError for a model of another kind; a model of text embeds, too.
+
+        The error has the name that a client asked for: the title in the file may be another.
+        """
         if kind == self.kind or (kind == "embedding" and self.kind == "text"):
             return
         does = {"text": "writes text", "embedding": "computes embeddings", "rerank": "ranks documents"}
         lacks = {"text": "writes no text", "embedding": "computes no embeddings", "rerank": "ranks no documents"}
-        raise RequestError(f"{self.name} {does[self.kind]} and {lacks[kind]}", _HINTS[kind])
+        raise RequestError(f"{asked or self.name} {does[self.kind]} and {lacks[kind]}", _HINTS[kind])
 
 
 @dataclass(frozen=True, slots=True)

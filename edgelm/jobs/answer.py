@@ -20,13 +20,12 @@ from edgelm.base.sampling import SamplingParams
 from edgelm.engine.core import Event, PictureSpan, Sampled, Stats
 from edgelm.engine.usage import Usage
 from edgelm.jobs.constraints import Constraints, Style, Styles
-from edgelm.jobs.past import PastTokens
-from edgelm.jobs.prompts import Prompts
+from edgelm.jobs.prompts import PastTokens, Prompts
 from edgelm.jobs.request import AnswerDelta, AnswerReason, AnswerRequest, too_long
 from edgelm.text.calls.repeats import RepeatedCalls
-from edgelm.text.indent import IndentLimit
 from edgelm.text.parse import AnswerParser, Args, CallBegin, CallEnd, Content, Part, Reasoning
 from edgelm.text.prompt_token_cache import Prompt
+from edgelm.text.stream import IndentLimit
 from edgelm.text.template_worker import TemplateRunner
 from edgelm.text.tokenizer import Tokenizer
 
