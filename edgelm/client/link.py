@@ -126,13 +126,13 @@ class Link:
         front = find_front(self._runtime, self._library) if self._share else None
         if front is not None and front.serves(self._library):
             try:
-                return await self._try(self._of(front))
+                return await self._try(self._client_of(front))
             except UnreachableError:
                 pass  # the front ended without removing its file
         await self._own.stop()
-        return await self._try(self._of(await self._own.start()))
+        return await self._try(self._client_of(await self._own.start()))
 
-    def _of(self, front: FrontRecord) -> Client:
+    def _client_of(self, front: FrontRecord) -> Client:
         return Client(front.address, front.key or self._api_key, verify=front.tls())
 
     async def _try(self, client: Client) -> Client:

@@ -167,7 +167,7 @@ class StepClock:
             self._costs.observe(rows, depth, seconds)
         elif prefill >= _MIN_MEASURED:
             token_s = max(seconds - (self._costs.time(rows, depth) if rows else 0.0), 0.0) / prefill
-            self._prefill_s = token_s if self._prefill_s is None else _mix(self._prefill_s, token_s)
+            self._prefill_s = token_s if self._prefill_s is None else _averaged(self._prefill_s, token_s)
 
     def _compare(self, sequences: int, rows: int, depth: int, seconds: float) -> None:
         """Compare a decode step with recent plain steps, by measured times alone: the cost surface may be wrong."""
@@ -231,5 +231,5 @@ class StepClock:
         return costs
 
 
-def _mix(old: float, new: float) -> float:
+def _averaged(old: float, new: float) -> float:
     return old + (_SLOWER_WEIGHT if new > old else _FASTER_WEIGHT) * (new - old)
