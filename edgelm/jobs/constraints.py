@@ -55,22 +55,29 @@ class Styles:
         self._tokenizer = tokenizer
         self._templates = templates
         self._plain: Style | None = None
+        self._harmony: bool | None = None  # None: not looked at yet
         self._probed: asyncio.Task[Style] | None = None
 
     async def of(self, request: AnswerRequest) -> Style:
         """Return the style for a chat. Raises the errors of the template worker."""
-        template = await self._templates.template()
         calls = any(message.get("tool_calls") or message.get("role") == "tool" for message in request.messages)
-        strings = self._tokenizer.special_strings
-        if not (request.tools or calls or any(f.body == "harmony" for f in known_formats(template.source, strings))):
+        if not (request.tools or calls or await self._is_harmony()):
             if self._plain is None:
-                reasoning = find_reasoning(template.source, strings)
+                template = await self._templates.template()
+                reasoning = find_reasoning(template.source, self._tokenizer.special_strings)
                 marks = await asyncio.to_thread(control_marks, self._tokenizer, None, reasoning)
                 self._plain = Style(reasoning, None, marks)
             return self._plain
         if self._probed is None or (self._probed.done() and self._probed.exception()):
             self._probed = asyncio.create_task(self._probe())
         return await asyncio.shield(self._probed)
+
+    async def _is_harmony(self) -> bool:
+        if self._harmony is None:
+            template = await self._templates.template()
+            formats = known_formats(template.source, self._tokenizer.special_strings)
+            self._harmony = any(form.body == "harmony" for form in formats)
+        return self._harmony
 
     async def _probe(self) -> Style:
         from edgelm.text.calls.derive import find_support  # most requests have no tools
