@@ -64,7 +64,12 @@ def test_a_shell_reads_its_file(shell: str) -> None:
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 @pytest.mark.parametrize(
-    ("words", "expected"), [(["edgelm", "ser"], ["serve", "service"]), (["edgelm", "service", "in"], ["install"])]
+    ("words", "expected"),
+    [
+        (["edgelm", "ser"], ["serve", "service"]),
+        (["edgelm", "service", "in"], ["install"]),
+        (["edgelm", "run", "--th"], ["--think", "--threads"]),
+    ],
 )
 def test_bash_completes_commands(words: list[str], expected: list[str], tmp_path: Path) -> None:
     program = tmp_path / "edgelm"

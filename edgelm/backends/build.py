@@ -19,8 +19,6 @@ from edgelm.backends.model import LoadedModel, OpenedModel, open_model
 from edgelm.backends.plan import MachineMemory
 from edgelm.backends.projectors import fitting_projector
 from edgelm.backends.reports import LOGGED, Reports
-from edgelm.backends.torch.memory import plan_for_torch
-from edgelm.backends.tuned import num_tuned
 from edgelm.base.config import Settings
 from edgelm.base.errors import DeviceError, DoesNotFitError, EngineError, GpuLoadError, ModelError, RequestError
 from edgelm.base.machine.cpu import usable_cores
@@ -212,6 +210,8 @@ def predict(
         limit = usable_bytes if limited and not on_gpu else None
         machine = MachineMemory(free_bytes=free, cores=usable_cores().physical, limit_bytes=limit)
         if choice.engine == "torch":
+            from edgelm.backends.torch.memory import plan_for_torch
+
             beside, context = small.facts if small else None, cuda.context_bytes
             footprint = plan_for_torch(
                 model.facts, beside, settings, machine, choice.device, context_bytes=context
@@ -295,6 +295,7 @@ def choose(
     if choice.device != "cuda":
         return choice
     from edgelm.backends.torch.kept_checks import kept_reasons  # only with a GPU
+    from edgelm.backends.tuned import num_tuned
 
     reasons = [*choice.reasons, *kept_reasons(model, settings, own_places().cache)]
     if settings.tune and not num_tuned(own_places().cache, cuda.name):
@@ -328,6 +329,8 @@ def _fit_problem(
     model: OpenedModel, draft: OpenedModel | None, settings: Settings, cuda: CudaState, least_context: int
 ) -> str:
     """Return why a model does not fit in the GPU's memory, with its draft model; empty: it does."""
+    from edgelm.backends.torch.memory import plan_for_torch  # only with a GPU
+
     machine = MachineMemory(free_bytes=cuda.free_bytes, cores=1)
     try:
         plan_for_torch(

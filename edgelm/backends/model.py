@@ -9,22 +9,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgelm.base.errors import RequestError
 from edgelm.base.workers.messages import Footprint
-from edgelm.checkpoints.config_json import read_config_json
-from edgelm.checkpoints.encoder import is_encoder
-from edgelm.checkpoints.folder import folder_facts
 from edgelm.checkpoints.gguf import GGUF, open_gguf
 from edgelm.checkpoints.llama_checks import check_for_llama
-from edgelm.checkpoints.safetensors import Safetensors, open_safetensors
 from edgelm.checkpoints.summary import ModelFacts, ModelKind, model_facts
 from edgelm.engine.core import PictureReader
 from edgelm.engine.engine import Engine
-from edgelm.text.pairs import PairEncoder
 from edgelm.text.prompt_token_cache import PromptTokenCache
 from edgelm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from edgelm.checkpoints.safetensors import Safetensors
+    from edgelm.text.pairs import PairEncoder
 
 _HINTS: dict[ModelKind, str] = {
     "text": "take a model for chats",
@@ -47,13 +46,16 @@ class LoadedModel:
     pictures: PictureReader | None = None  # of a model that sees
     unused_gpu: str = ""  # the line about a GPU that stands here and is not used (choice.py)
 
-    def require(self, kind: ModelKind) -> None:
-        """Raise RequestError for a model of another kind; a model of text embeds, too."""
+    def require(self, kind: ModelKind, asked: str = "") -> None:
+        """Raise RequestError for a model of another kind; a model of text embeds, too.
+
+        The error has the name that a client asked for: the title in the file may be another.
+        """
         if kind == self.kind or (kind == "embedding" and self.kind == "text"):
             return
         does = {"text": "writes text", "embedding": "computes embeddings", "rerank": "ranks documents"}
         lacks = {"text": "writes no text", "embedding": "computes no embeddings", "rerank": "ranks no documents"}
-        raise RequestError(f"{self.name} {does[self.kind]} and {lacks[kind]}", _HINTS[kind])
+        raise RequestError(f"{asked or self.name} {does[self.kind]} and {lacks[kind]}", _HINTS[kind])
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,11 @@ class OpenedModel:
     @property
     def llama_problem(self) -> str:
         """Why llama.cpp cannot run the model at all; empty: it may. Of a BERT it gets a GGUF that is made first."""
-        return "" if self.gguf or is_encoder(self.config or {}) else "llama.cpp does not read safetensors"
+        if self.gguf:
+            return ""
+        from edgelm.checkpoints.encoder import is_encoder
+
+        return "" if is_encoder(self.config or {}) else "llama.cpp does not read safetensors"
 
     def torch_problem(self, implementation: str = "reference") -> str:
         """Return why the torch engine cannot run the model with "reference" or "triton" ops; empty: it can.
@@ -102,6 +108,10 @@ class OpenedModel:
 def open_model(path: Path) -> Iterator[OpenedModel]:
     """Open a GGUF, or a folder or file of safetensors. Raises ModelError."""
     if path.is_dir() or path.name.endswith((".safetensors", ".safetensors.index.json")):
+        from edgelm.checkpoints.config_json import read_config_json  # most models are GGUFs
+        from edgelm.checkpoints.folder import folder_facts
+        from edgelm.checkpoints.safetensors import open_safetensors
+
         with open_safetensors(path) as folder:
             yield OpenedModel(path, folder_facts(folder), folder=folder, config=read_config_json(folder.folder))
         return

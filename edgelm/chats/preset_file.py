@@ -8,21 +8,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import tomlkit
-from tomlkit.exceptions import TOMLKitError
+from typing import TYPE_CHECKING, Any
 
 from edgelm.base.atomic import PRIVATE, atomic_write
 from edgelm.base.errors import EdgeLMError, UsageError
 from edgelm.base.places import expand_home
 from edgelm.chats.presets import Preset, Presets, written_value
 
+if TYPE_CHECKING:
+    import tomlkit  # imported where a file is changed: the chat starts without it
+
 
 def save_preset(presets: Presets, preset: Preset) -> None:
     """Save a preset in the file, in place of one of the same name. Raises EdgeLMError, also for values that the file
     cannot have.
     """
+    import tomlkit
+
     preset = presets.check(preset)
 
     def change(document: tomlkit.TOMLDocument) -> None:
@@ -63,12 +65,17 @@ def set_folder(presets: Presets, folder: Path, name: str) -> None:
 
 def _table(document: tomlkit.TOMLDocument, name: str) -> Any:
     """Return a table of the document, which is made where there is none."""
+    import tomlkit
+
     if name not in document:
         document[name] = tomlkit.table(is_super_table=True if name == "presets" else None)
     return document[name]
 
 
 def _change(file: Path, change: Callable[[tomlkit.TOMLDocument], None]) -> None:
+    import tomlkit
+    from tomlkit.exceptions import TOMLKitError
+
     target = file.resolve()  # a link of a folder of dotfiles stays a link
     try:
         document = tomlkit.parse(target.read_text(encoding="utf-8")) if target.exists() else tomlkit.document()

@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from edgelm.base.workers.messages import Passage
+from edgelm.base.passages import Passage
 
 
 @dataclass(frozen=True, slots=True)

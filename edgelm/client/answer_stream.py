@@ -78,7 +78,7 @@ class AnswerStream:
         self._tags = ThinkTags() if tags else None
 
     def take(self, chunk: Mapping[str, Any]) -> Delta | None:
-        """Return what a chunk of the answer adds; None: nothing that is shown. A field of another type is none."""
+        """Return what a chunk adds to the answer; None: nothing to show. A field of a wrong type is ignored."""
         self.chunks += 1
         own = mapping(chunk.get("edgelm"))
         self._own |= own
@@ -150,19 +150,19 @@ class ThinkTags:
     """Splits a content that begins with <think> into reasoning and text: servers without a parser send it raw."""
 
     def __init__(self) -> None:
-        self._held = ""  # may become a tag
+        self._unsent = ""  # may become a tag
         self._state: Literal["before", "inside", "behind", "text"] = "before"
 
     def take(self, text: str, *, is_open: bool) -> tuple[str, str]:
         """Return the reasoning and the text that are complete with this piece; not `is_open`: no tag begins here."""
         if self._state == "before" and not is_open:
             self._state = "text"
-        held, self._held = self._held + text, ""
+        held, self._unsent = self._unsent + text, ""
         reasoning = ""
         if self._state == "before":
             begun = held.lstrip()
             if THINK.startswith(begun[: len(THINK)]) and len(begun) < len(THINK):
-                self._held = held
+                self._unsent = held
                 return "", ""
             self._state = "inside" if begun.startswith(THINK) else "text"
             held = begun.removeprefix(THINK) if self._state == "inside" else held
@@ -170,7 +170,7 @@ class ThinkTags:
             reasoning, tag, held = held.partition(THOUGHT)
             if not tag:
                 cut = next((n for n in range(len(THOUGHT) - 1, 0, -1) if reasoning.endswith(THOUGHT[:n])), 0)
-                self._held = reasoning[len(reasoning) - cut :]
+                self._unsent = reasoning[len(reasoning) - cut :]
                 return reasoning[: len(reasoning) - cut], ""
             self._state = "behind"
         if self._state == "behind":
@@ -180,7 +180,7 @@ class ThinkTags:
 
     def close(self) -> tuple[str, str]:
         """Return what is held; the rest is text, unless reasoning has begun."""
-        held, self._held = self._held, ""
+        held, self._unsent = self._unsent, ""
         if self._state == "inside":
             return held, ""
         self._state = "text"

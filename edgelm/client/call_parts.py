@@ -58,7 +58,7 @@ class CallParts:
             part = mapping(item)
             function = mapping(part.get("function"))
             name, arguments = _text(function.get("name")), function.get("arguments")
-            call = self._of(whole(part.get("index")), _text(part.get("id")), name)
+            call = self._parts_of(whole(part.get("index")), _text(part.get("id")), name)
             if call is None:
                 continue
             num_before = len(call.arguments)
@@ -80,7 +80,7 @@ class CallParts:
             calls.append(Call(call_id, call.name, "".join(call.arguments).strip() or "{}"))
         return tuple(calls)
 
-    def _of(self, index: int | None, call_id: str, name: str) -> _Parts | None:
+    def _parts_of(self, index: int | None, call_id: str, name: str) -> _Parts | None:
         """Return the call that a part belongs to; None where there are too many."""
         same = [call for call in self._calls if call.index == index]
         call = same[-1] if same else None

@@ -156,7 +156,7 @@ class Client:
         return whole((await self._engine(model)).get("context"))
 
     async def unused_gpu(self, model: str) -> str:
-        """Return the line about a GPU that stands beside a model's engine and is not used; empty: there is none."""
+        """Return the line about a GPU that a model's engine does not use; empty: there is no such GPU."""
         line = (await self._engine(model)).get("unused_gpu")
         return line if isinstance(line, str) else ""
 

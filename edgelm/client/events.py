@@ -22,7 +22,7 @@ class ServerEvent(NamedTuple):
 
 
 async def server_events(parts: AsyncIterator[bytes]) -> AsyncGenerator[ServerEvent, None]:
-    """Yield the events of a stream; one without data (`retry:`, `id:`, an empty `data:`) or its end is none.
+    """Yield the events of a stream; one without data (`retry:`, `id:`, an empty `data:`) or an end is left out.
 
     Raises UnicodeDecodeError.
     """

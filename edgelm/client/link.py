@@ -44,7 +44,7 @@ class Link:
         self._lock = asyncio.Lock()
 
     async def learn_gpu(self, model: str) -> None:
-        """Learn once whether a GPU stands beside a model's engine and is not used."""
+        """Ask once whether the machine has a GPU that a model's engine does not use."""
         if self._client is not None and model not in self.unused_gpu:
             with suppress(EdgeLMError):
                 self.unused_gpu[model] = await self._client.unused_gpu(model)
@@ -65,12 +65,12 @@ class Link:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether the endpoint has told its models: one that refuses the key has not."""
+        """Return whether the endpoint has listed its models; one that refuses the key has not."""
         return self._client is not None and self._models is not None
 
     @property
     def listed(self) -> list[str]:
-        """Return the names of the models that the endpoint has told."""
+        """Return the names of the models that the endpoint has listed."""
         return [model.id for model in self._models or []]
 
     def entry(self, model: str) -> ModelEntry | None:
@@ -126,13 +126,13 @@ class Link:
         front = find_front(self._runtime, self._library) if self._share else None
         if front is not None and front.serves(self._library):
             try:
-                return await self._try(self._of(front))
+                return await self._try(self._client_of(front))
             except UnreachableError:
                 pass  # the front ended without removing its file
         await self._own.stop()
-        return await self._try(self._of(await self._own.start()))
+        return await self._try(self._client_of(await self._own.start()))
 
-    def _of(self, front: FrontRecord) -> Client:
+    def _client_of(self, front: FrontRecord) -> Client:
         return Client(front.address, front.key or self._api_key, verify=front.tls())
 
     async def _try(self, client: Client) -> Client:

@@ -20,11 +20,10 @@ from urllib.parse import urlsplit
 from textual import log
 
 from edgelm.base.errors import EdgeLMError, RequestError
-from edgelm.base.workers.messages import Passage
+from edgelm.base.passages import Passage
 from edgelm.chats.history import Message
-from edgelm.chats.knowledge.index import GUIDE, Knowledge, Refreshed
+from edgelm.chats.knowledge import GUIDE
 from edgelm.chats.knowledge.quote import share_of_context
-from edgelm.chats.knowledge.starter import starter_answers, starter_passages
 from edgelm.chats.reading import Reading
 from edgelm.client.endpoint import Client, ModelEntry
 from edgelm.client.failures import UnreachableError
@@ -36,6 +35,8 @@ from edgelm.library.suggestion import suggested_model
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from edgelm.chats.knowledge.index import Knowledge, Refreshed
 
 DEFAULT_CONTEXT = 4096  # tokens, where the endpoint does not tell
 TICK_S = 0.5  # between two reports of progress
@@ -81,6 +82,8 @@ class KnowledgeThread:
             self._thread.join(CLOSE_S)
 
     def _loop(self) -> None:
+        from edgelm.chats.knowledge.index import Knowledge  # here: the chat starts without SQLite's search
+
         knowledge: Knowledge | None = None
         while (item := self._work.get()) is not None:
             work, future = item
@@ -122,7 +125,7 @@ class EndpointEmbed:
         return array
 
     def stop(self) -> None:
-        """End the request: nobody waits for the vectors any more, but others wait for the thread of the index."""
+        """End the request: its vectors are no longer needed, and others wait for the thread of the index."""
         self._stopped = True
         if self._request is not None:
             self._request.cancel()
@@ -210,13 +213,16 @@ class Reader:
         return Reading(roots, passages, "" if passages else "no passage fits the question")
 
     async def _find_for_starter(self, text: str, roots: tuple[str, ...], client: Client, show: Show) -> Reading:
-        """Read the guide for a question to the starter, also where nobody asked for it."""
+        """Read the guide for a question to the starter, also where the user did not ask for that."""
         context = await _context(client, STARTER, await self._link.models())
         larger = await asyncio.to_thread(suggested_model)
-        passages = await self.thread.run(
-            lambda knowledge: starter_passages(knowledge, text, larger, context), show, "reading the guide"
-        )
-        return Reading(roots, tuple(passages))
+
+        def find(knowledge: Knowledge) -> list[Passage]:
+            from edgelm.chats.knowledge.starter import starter_passages
+
+            return starter_passages(knowledge, text, larger, context)
+
+        return Reading(roots, tuple(await self.thread.run(find, show, "reading the guide")))
 
     async def _search_with_vectors(
         self, search: Callable[[EndpointEmbed | None], Awaitable[tuple[Passage, ...]]], client: Client
@@ -240,6 +246,8 @@ class Reader:
         reading = question.reading
         if model != STARTER or reading is None or not reading.passages or not set(reading.roots) <= {GUIDE}:
             return ()
+        from edgelm.chats.knowledge.starter import starter_answers
+
         return tuple(starter_answers(reading.passages, question.text))
 
     def drop_half(self, session: Session, question: Message) -> bool:

@@ -52,7 +52,7 @@ class LimitQuestion:
 
 
 class Asker:
-    """Asks the user. Each method returns what is safe where nobody can answer."""
+    """Asks the user. Where no user can answer, each method returns the safe answer."""
 
     async def may_call(self, question: CallQuestion) -> Permit:
         """Ask whether a call may run."""
@@ -63,7 +63,7 @@ class Asker:
         return False
 
     def tell(self, error: EdgeLMError) -> None:
-        """Show that a server cannot be used; the answer goes on without it."""
+        """Show that a server cannot be used; the answer continues without it."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ class ToolRunner:
         self.toolbox = toolbox
         self._asker = asker
         self._asking = asyncio.Lock()  # one question at a time
-        self._told: set[str] = set()  # servers whose failure was told
+        self._reported: set[str] = set()  # servers whose failure was shown
 
     async def offer(self, session: Session, show: Callable[[str], None]) -> Offer:
         """Return the tools of the chat's servers; a server that cannot be used is reported and left out.
@@ -100,7 +100,7 @@ class ToolRunner:
         """
         offer = Offer()
         # A server that has failed is tried again by /tools only: each start may take long.
-        names = [name for name in session.chat.tools if name not in self._told or self._state(name) != "failed"]
+        names = [name for name in session.chat.tools if name not in self._reported or self._state(name) != "failed"]
         show(f"asking {', '.join(names)} for tools" if names else "")
         for name, listing in zip(names, await asyncio.gather(*map(self._list, names)), strict=True):
             for tool in listing.tools:
@@ -118,16 +118,16 @@ class ToolRunner:
         try:
             listing = await self.toolbox.connection(name).list_tools()
         except EdgeLMError as error:
-            if name not in self._told:
-                self._told.add(name)
+            if name not in self._reported:
+                self._reported.add(name)
                 self._asker.tell(EdgeLMError(f"no tools: {error.message}", error.hint or "/tools tries it again"))
             return Listing()
-        self._told.discard(name)
+        self._reported.discard(name)
         return listing
 
     def try_again(self, name: str) -> None:
         """Start a server again that has failed, when it is needed."""
-        self._told.discard(name)
+        self._reported.discard(name)
 
     async def run(
         self, session: Session, message: Message, calls: Sequence[Call], offer: Offer, show: Callable[[str], None]

@@ -61,7 +61,7 @@ class Chunk:
     new: int
     request_id: str = ""
     finish_reason: str = ""
-    drafted_by: str = ""  # of ngram, mtp and model; empty: nobody did, or an older server does not say
+    drafted_by: str = ""  # ngram, mtp or model; empty: no draft, or an older server, which does not say
     tokens: tuple[Token, ...] = ()
 
     @property

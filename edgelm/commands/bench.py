@@ -14,8 +14,9 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -26,7 +27,7 @@ from edgelm.base.machine.conditions import Conditions
 from edgelm.base.workers.messages import Result
 from edgelm.client.local import OwnFront
 from edgelm.client.speed import Served
-from edgelm.commands.flags import as_flags
+from edgelm.commands.flags import Flags, Json, Model, SettingsOf, Verbose, as_flags
 from edgelm.commands.job import StatusLine, reader_may_leave, run_job
 from edgelm.jobs.speed import BenchJob, SpeedTest
 from edgelm.library.local import model_config, runnable_model
@@ -35,21 +36,26 @@ ALIKE = 0.03  # a difference of the two sides that is not shown
 
 
 def bench_model(
-    model: str,
-    flags: Mapping[str, object],
-    prompts: list[int] | None,
-    decodes: list[int] | None,
-    parallels: list[int] | None,
-    repetitions: int,
-    picture: str | None = None,
+    model: Model,
+    flags: Annotated[Flags, SettingsOf("bench")],
+    prompt: Annotated[list[int] | None, typer.Option("-p", help="Prompt tokens; 0: none. May be repeated.")] = None,
+    decode: Annotated[list[int] | None, typer.Option("-n", help="Tokens to decode; 0: none. May be repeated.")] = None,
+    parallel: Annotated[list[int] | None, typer.Option("-b", help="Parallel sequences. May be repeated.")] = None,
+    repetitions: Annotated[int, typer.Option("-r", min=1, max=100, help="Repetitions of each test.")] = 3,
+    picture: Annotated[
+        str | None,
+        typer.Option(help="Measure a picture too: its tokens and times.", metavar="FILE", show_default=False),
+    ] = None,
     *,
-    in_process: bool,
-    as_json: bool,
-    verbose: bool,
+    in_process: Annotated[
+        bool, typer.Option("--in-process", help="Measure the engine alone, without a server before it.")
+    ] = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
 ) -> None:
     """Measure each combination of a length and a number of parallel sequences. Raises EdgeLMError."""
-    defaults = not (prompts or decodes or parallels)
-    prompts, decodes, parallels = prompts or [512], decodes or [128], parallels or [1]
+    defaults = not (prompt or decode or parallel)
+    prompts, decodes, parallels = prompt or [512], decode or [128], parallel or [1]
     if min([*prompts, *decodes]) < 0 or not 1 <= min(parallels) <= max(parallels) <= 64:
         raise RequestError("-p and -n are 0 or more, -b is 1 to 64")
     lengths = [(length, 0) for length in prompts if length] + [(0, length) for length in decodes if length]

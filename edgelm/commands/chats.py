@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.table import Table
 
 from edgelm.base.atomic import atomic_write
@@ -26,13 +27,20 @@ from edgelm.chats.handles import find_chat, handle, short_handles
 from edgelm.chats.history import Chat, Hit, Tree
 from edgelm.chats.printable import printable
 from edgelm.chats.store import Store
+from edgelm.commands.flags import Json, Yes
 from edgelm.commands.job import reader_may_leave
 from edgelm.commands.list import plain_console
 
 BUSY_MS = 5_000  # a chat that is open elsewhere writes for moments
 NUM_LISTED = 30
 LONG_HANDLE = 8  # letters in the name of a file
+NAMES = "As `list` shows it, `last`, or a part of the title."
 OWN_FIELDS = ("id", "title", "model", "tags", "pinned", "archived", "created", "changed", "deleted")
+
+Ids = Annotated[list[str], typer.Argument(metavar="ID…", help=NAMES)]
+Limit = Annotated[
+    int | None, typer.Option("-n", min=0, help="How many; 0: all (30, with --json all).", show_default=False)
+]
 
 
 @contextmanager
@@ -45,7 +53,14 @@ def open_store() -> Iterator[Store]:
         store.close()
 
 
-def list_chats(*, tag: str | None, archived: bool, deleted: bool, limit: int | None, as_json: bool) -> None:
+def list_chats(
+    *,
+    tag: Annotated[str | None, typer.Option(help="Those with this tag.", show_default=False)] = None,
+    archived: Annotated[bool, typer.Option("--archived", help="Those in the archive.")] = False,
+    deleted: Annotated[bool, typer.Option("--deleted", help="Those in the trash.")] = False,
+    limit: Limit = None,
+    as_json: Json = False,
+) -> None:
     """Print the chats, newest first."""
     with open_store() as store:
         everything = store.chats()
@@ -75,7 +90,7 @@ def list_chats(*, tag: str | None, archived: bool, deleted: bool, limit: int | N
         print(f"there are no chats {place}", file=sys.stderr)
 
 
-def show_chat(name: str, *, as_json: bool) -> None:
+def show_chat(name: Annotated[str, typer.Argument(metavar="ID", help=NAMES)], *, as_json: Json = False) -> None:
     """Print a chat, as Markdown without control characters. Raises EdgeLMError."""
     with open_store() as store:
         chat = find_chat(name, [*store.chats(), *store.deleted_chats()])
@@ -84,8 +99,20 @@ def show_chat(name: str, *, as_json: bool) -> None:
         _put(text if as_json else printable(text, "\n\t"), end="")
 
 
-def export_chats(names: Sequence[str], *, form: Format | None, output: str | None, every: bool) -> None:
+def export_chats(
+    names: Annotated[list[str] | None, typer.Argument(metavar="ID…", help=NAMES, show_default=False)] = None,
+    *,
+    form: Annotated[
+        Format | None, typer.Option("--to", help="The format (md, or by the name of the file).", show_default=False)
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option("-o", "--output", metavar="PATH", help="A file, or a folder for several.", show_default=False),
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="All chats, archived ones too.")] = False,
+) -> None:
     """Write chats to files, or one to standard output. Raises EdgeLMError."""
+    names = names or []
     if every == bool(names):
         raise UsageError("give the chats to export, or --all", "`edgelm chats list` shows them")
     path = Path(output).expanduser() if output else None
@@ -115,7 +142,12 @@ def export_chats(names: Sequence[str], *, form: Format | None, output: str | Non
     print(printable(f"{noun} written to {path}"), file=sys.stderr)
 
 
-def search_chats(words: Sequence[str], *, limit: int | None, as_json: bool) -> int:
+def search_chats(
+    words: Annotated[list[str], typer.Argument(metavar="WORDS", help="All of them, in one message or the title.")],
+    *,
+    limit: Limit = None,
+    as_json: Json = False,
+) -> int:
     """Print the chats that a search finds; return the exit code."""
     query = " ".join(words)
     with open_store() as store:
@@ -133,7 +165,12 @@ def search_chats(words: Sequence[str], *, limit: int | None, as_json: bool) -> i
     return 0 if hits else 1
 
 
-def delete_chats(names: Sequence[str], *, forever: bool, yes: bool) -> int:
+def delete_chats(
+    names: Ids,
+    *,
+    forever: Annotated[bool, typer.Option("--forever", help="Not into the trash: they cannot be restored.")] = False,
+    yes: Yes = False,
+) -> int:
     """Move chats to the trash, or delete them for good, after a question; return the exit code. Raises EdgeLMError."""
     with open_store() as store:
         chats = _find(names, [*store.chats(), *(store.deleted_chats() if forever else ())])
@@ -152,7 +189,7 @@ def delete_chats(names: Sequence[str], *, forever: bool, yes: bool) -> int:
     return 0
 
 
-def restore_chats(names: Sequence[str]) -> None:
+def restore_chats(names: Ids) -> None:
     """Bring chats back from the trash. Raises EdgeLMError."""
     with open_store() as store:
         trash = store.deleted_chats()

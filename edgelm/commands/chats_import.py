@@ -11,6 +11,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from edgelm.base.errors import EdgeLMError
 from edgelm.chats.formats import Source
@@ -21,6 +24,7 @@ from edgelm.chats.presets import Parse
 from edgelm.chats.printable import printable
 from edgelm.chats.store import Store
 from edgelm.commands.chats import open_store
+from edgelm.commands.flags import Json
 
 MAX_NAMED = 20  # conversations of a file that are left out, in lines
 PROGRESS_STEP = 50  # conversations
@@ -33,7 +37,14 @@ _WORDS = {
 }
 
 
-def import_chats(files: Sequence[str], source: Source, *, as_json: bool) -> int:
+def import_chats(
+    files: Annotated[
+        list[str], typer.Argument(metavar="FILE…", help="A .json or .zip that was exported, or Ollama's db.sqlite.")
+    ],
+    source: Annotated[Source, typer.Option("--from", help="The program that the chats are from.")] = "auto",
+    *,
+    as_json: Json = False,
+) -> int:
     """Import the chats of files, and print how many; return the exit code."""
     from edgelm.tui.dialogs.params import PARAMS  # what it imports is slow, and only this command needs it
 

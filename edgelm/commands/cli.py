@@ -1,7 +1,7 @@
-"""The names and flags of the commands. The work of a command is a module of `commands`, imported when it is called.
+"""The command line: the table of commands with their help, the flags of `edgelm` itself, the exit codes of errors.
 
-Owns the exit code of an error. The commands about a server are in cli_server.py, those about chats in
-cli_chats.py, those that make and judge models in cli_making.py. Knows nothing of engines, models and files.
+A command is a function in a module of its own, with its flags; the module is imported when the command is called, or
+when its own help or completion is asked for. Knows nothing of engines, models and files.
 """
 
 from __future__ import annotations
@@ -10,22 +10,179 @@ import errno
 import os
 import shlex
 import sys
-from typing import Annotated
+from collections.abc import Mapping
+from functools import cached_property
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer import exceptions as usage
+from typer.core import TyperCommand, TyperGroup
 
 from edgelm import __version__
 from edgelm.base.errors import USAGE_EXIT_CODE, EdgeLMError, UsageError, one_line
-from edgelm.commands.cli_chats import chats_app
-from edgelm.commands.cli_making import convert, evaluate, quantize
-from edgelm.commands.cli_server import launch, load, ps, serve, service_app, top, unload, watch
-from edgelm.commands.flags import Flags, Json, Model, Verbose, Yes, with_fields, with_settings
-from edgelm.commands.run_options import RunOptions
-from edgelm.jobs.embed_request import Format
+from edgelm.commands.flags import EndpointKey, Flags, SettingsOf, for_typer
+
+
+class Command(NamedTuple):
+    """A row of the table."""
+
+    function: str  # MODULE.FUNCTION in edgelm.commands; it may return the exit code
+    help: str
+
+
+class Group(NamedTuple):
+    """Commands whose names follow that of the group."""
+
+    help: str
+    commands: Mapping[str, Command]
+
+
+HELP_OF_TOP = """Watch a running server: requests, speed, cache hits, drafts and memory of each model. q quits.
+
+RUN and WAIT are requests, TTFT is the time to the first token, HITS the share of prompt tokens that were cached, KV
+the used share of the KV cache, DRAFTS the share of draft tokens that were accepted; means are of the last minute.
+"""
+HELP_OF_WATCH = """Watch the steps of a running engine: prompts, drafts, tokens and the KV cache. q quits.
+
+Space stops and goes on; the arrow keys go back over the last 500 steps. Texts and probabilities are shown of your
+own requests, of others the counts.
+"""
+
+COMMANDS: Mapping[str, Command | Group] = {  # in the order of `edgelm --help`
+    "run": Command(
+        "run.run_model", "Print one answer. The prompt is the argument, standard input, or both in that order."
+    ),
+    "bench": Command(
+        "bench.bench_model",
+        "Measure prompt speed (pp512 by default) and decode speed (tg128) through the endpoint, in tokens per second.",
+    ),
+    "embed": Command("embed.embed_texts", "Print the vectors (embeddings) of texts."),
+    "eval": Command(
+        "eval_command.evaluate", "Measure how well models predict a text, and how far they are from a reference."
+    ),
+    "convert": Command(
+        "convert.convert_model", "Convert a folder of safetensors to a GGUF, with its tokenizer and chat template."
+    ),
+    "quantize": Command("quantize.quantize", "Write a model with fewer bits for its weights, as a new GGUF."),
+    "pull": Command(
+        "pull.pull_model", "Download a model from the hub. An interrupted download resumes where it stopped."
+    ),
+    "list": Command("list.list_models", "Show the models on this machine."),
+    "show": Command(
+        "show.show_model",
+        "Show a model's architecture, tokenizer, template, licence and tensors, and the memory that it takes.",
+    ),
+    "rm": Command(
+        "rm.remove_models",
+        "Remove models from the hub's cache, with all bytes that nothing else uses. Your own files are never removed.",
+    ),
+    "serve": Command(
+        "serve.serve_models", "Serve the models here to other programs, in the dialects of OpenAI and Anthropic."
+    ),
+    "launch": Command(
+        "launch.command.launch_agent",
+        "Start a coding agent on a model of this machine: Claude Code, Codex, OpenCode and others.",
+    ),
+    "load": Command("load.load_model", "Load a model into a running server."),
+    "unload": Command("load.unload_models", "Unload a model of a running server."),
+    "ps": Command("ps.show_processes", "Show the models that a running server has loaded."),
+    "top": Command("top.show_top", HELP_OF_TOP),
+    "watch": Command("watch.watch_server", HELP_OF_WATCH),
+    "plan": Command(
+        "plan.show_plan",
+        "Show what a model takes on this machine, and which context and KV cache it will get, without loading it.",
+    ),
+    "help": Command(
+        "help.show_help",
+        "Explain how to use edgelm, by topic: start, chat, models, memory, serve, troubleshooting and others.",
+    ),
+    "doctor": Command("doctor.doctor", "Show what this machine can run, and what is wrong with it."),
+    "config": Command("config.show_config", "Show all settings, and where each comes from."),
+    "service": Group(
+        "The server as a service, which other programs find at any time.",
+        {
+            "install": Command(
+                "service.command.install_service",
+                "Start `edgelm serve` with each log-in, or with the first request. Settings and keys are those of "
+                "config.toml.",
+            ),
+            "remove": Command("service.command.remove_service", "End the service and remove its files."),
+            "status": Command("service.command.show_service", "Show whether the service is installed and runs."),
+            "logs": Command("service.command.show_logs", "Show the service's log."),
+        },
+    ),
+    "chats": Group(
+        "The chats of `edgelm`, for scripts: list, search, export, import, delete.",
+        {
+            "list": Command("chats.list_chats", "List the chats, newest first; * is pinned."),
+            "show": Command("chats.show_chat", "Print a chat as Markdown."),
+            "export": Command(
+                "chats.export_chats", "Write chats as Markdown, JSON or HTML; without -o, one chat to standard output."
+            ),
+            "search": Command("chats.search_chats", "Search titles and messages; ends with 1 where nothing is found."),
+            "delete": Command("chats.delete_chats", "Move chats to the trash, where `restore` finds them."),
+            "restore": Command("chats.restore_chats", "Bring chats back from the trash."),
+            "import": Command(
+                "chats_import.import_chats",
+                "Import chats of ChatGPT, Open WebUI, Ollama or edgelm. What is here already is not imported again.",
+            ),
+        },
+    ),
+    "memory": Group(
+        "Past answers that speculation remembers.",
+        {
+            "show": Command("memory.show_answers", "Show how much is remembered, since when, and where."),
+            "clear": Command("memory.clear_answers", "Forget all past answers. Chats are kept: they are elsewhere."),
+        },
+    ),
+}
+
+
+class LazyCommand(TyperCommand):
+    """A command of the table. Typer reads name and help of all commands, but parses the arguments of one."""
+
+    def __init__(self, name: str, row: Command) -> None:
+        super().__init__(name, help=row.help)
+        self._function = row.function
+
+    @cached_property
+    def command(self) -> Any:
+        """The command itself, from its module."""
+        module, _, function = self._function.rpartition(".")
+        alone = typer.Typer(add_completion=False)
+        alone.command(self.name, help=self.help)(
+            for_typer(getattr(import_module(f"edgelm.commands.{module}"), function))
+        )
+        return typer.main.get_command(alone)
+
+    def make_context(self, *arguments: Any, **named: Any) -> Any:
+        return self.command.make_context(*arguments, **named)
+
+    def get_params(self, ctx: Any) -> Any:
+        return self.command.get_params(ctx)
+
+
+class _Root(TyperGroup):
+    """`edgelm` itself, with the commands of the table."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = {
+            name: LazyCommand(name, row)
+            if isinstance(row, Command)
+            else TyperGroup(
+                name=name,
+                help=row.help,
+                commands={part: LazyCommand(part, below) for part, below in row.commands.items()},
+                no_args_is_help=True,
+            )
+            for name, row in COMMANDS.items()
+        }
+
 
 app = typer.Typer(
-    name="edgelm", pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
+    name="edgelm", cls=_Root, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
 
 
@@ -71,18 +228,13 @@ def _print_version(requested: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(invoke_without_command=True)
-@with_settings("chat")
 def _main(
     context: typer.Context,
     model: Annotated[
         str | None, typer.Option(help="The model: a name, a file, or a folder.", show_default=False)
     ] = None,
     endpoint: Annotated[str | None, typer.Option(help="Chat with a model of that server.", show_default=False)] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(help="The key for that server; others see it: EDGELM_API_KEY is better.", show_default=False),
-    ] = None,
+    api_key: EndpointKey = None,
     preset: Annotated[
         str | None, typer.Option(metavar="NAME", help="New chats begin with this preset.", show_default=False)
     ] = None,
@@ -93,7 +245,7 @@ def _main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
     *,
-    flags: Flags,
+    flags: Annotated[Flags, SettingsOf("chat")],
 ) -> None:
     """Run a language model on your own machine. Without a command: chat with it in the terminal."""
     if context.invoked_subcommand is None:
@@ -102,267 +254,4 @@ def _main(
         open_chat(endpoint, model, flags, api_key, preset=preset, plain=plain)
 
 
-@app.command()
-@with_settings("run")
-@with_fields(RunOptions, "options")
-def run(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="starter, qwen3:4b, OWNER/NAME:QUANT, or a path; not needed with -c.", show_default=False),
-    ] = None,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[PICTURE]… [PROMPT]",
-            help="Files of pictures, - for one on standard input; the message, or with --raw the text to continue.",
-            show_default=False,
-        ),
-    ] = None,
-    *,
-    options: RunOptions,
-    as_json: Json = False,
-    verbose: Verbose = False,
-    flags: Flags,
-) -> None:
-    """Print one answer. The prompt is the argument, standard input, or both in that order."""
-    from edgelm.commands.run import run_model
-
-    run_model([*filter(None, [model]), *(prompt or [])], options, flags, as_json=as_json, verbose=verbose)
-
-
-@app.command()
-@with_settings("bench")
-def bench(
-    model: Model,
-    prompt: Annotated[list[int] | None, typer.Option("-p", help="Prompt tokens; 0: none. May be repeated.")] = None,
-    decode: Annotated[list[int] | None, typer.Option("-n", help="Tokens to decode; 0: none. May be repeated.")] = None,
-    parallel: Annotated[list[int] | None, typer.Option("-b", help="Parallel sequences. May be repeated.")] = None,
-    repetitions: Annotated[int, typer.Option("-r", min=1, max=100, help="Repetitions of each test.")] = 3,
-    picture: Annotated[
-        str | None,
-        typer.Option(help="Measure a picture too: its tokens and times.", metavar="FILE", show_default=False),
-    ] = None,
-    in_process: Annotated[
-        bool, typer.Option("--in-process", help="Measure the engine alone, without a server before it.")
-    ] = False,
-    as_json: Json = False,
-    verbose: Verbose = False,
-    *,
-    flags: Flags,
-) -> None:
-    """Measure prompt speed (pp512 by default) and decode speed (tg128) through the endpoint, in tokens per second."""
-    from edgelm.commands.bench import bench_model
-
-    bench_model(
-        model,
-        flags,
-        prompt,
-        decode,
-        parallel,
-        repetitions,
-        picture,
-        in_process=in_process,
-        as_json=as_json,
-        verbose=verbose,
-    )
-
-
-@app.command()
-@with_settings("embed")
-def embed(
-    model: Model,
-    text: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[TEXT]…", help="Texts; - is standard input, a text in each line.", show_default=False),
-    ] = None,
-    file: Annotated[
-        str | None, typer.Option(help="A file with a text in each line.", metavar="FILE", show_default=False)
-    ] = None,
-    form: Annotated[
-        Format | None,
-        typer.Option("--format", help="A table, lines of JSON, or a matrix for numpy.", show_default=False),
-    ] = None,
-    dimensions: Annotated[
-        int | None, typer.Option(metavar="N", help="Keep the first N numbers.", show_default=False)
-    ] = None,
-    truncate: Annotated[bool, typer.Option("--truncate", help="Cut texts that are too long.")] = False,
-    similarity: Annotated[
-        bool, typer.Option("--similarity", help="Print how similar the texts are to the first one.")
-    ] = False,
-    verbose: Verbose = False,
-    *,
-    flags: Flags,
-) -> None:
-    """Print the vectors (embeddings) of texts."""
-    from edgelm.commands.embed import embed_texts
-
-    embed_texts(
-        model,
-        text or [],
-        flags,
-        file=file,
-        form=form,
-        dimensions=dimensions,
-        truncate=truncate,
-        similarity=similarity,
-        verbose=verbose,
-    )
-
-
-app.command("eval")(evaluate)
-app.command()(convert)
-app.command()(quantize)
-
-
-@app.command()
-def pull(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            help="qwen3:4b, or OWNER/NAME[:QUANT or FILE] of the hub; none: choose from a list.",
-            show_default=False,
-        ),
-    ] = None,
-    quant: Annotated[str | None, typer.Option(help="Quantization, such as Q4_K_M.", show_default=False)] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit (main).", show_default=False)] = None,
-    connections: Annotated[int, typer.Option(min=1, max=16, help="Connections at the same time, to one file too.")] = 4,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Check the files that are here, and replace damaged ones.")
-    ] = False,
-    mmproj: Annotated[
-        bool, typer.Option("--mmproj/--no-mmproj", help="With the projector of a model that reads pictures.")
-    ] = True,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the files, and whether the model fits.")] = False,
-    offline: Annotated[bool, typer.Option("--offline", help="Use the files on this disk; open no connection.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Download a model from the hub. An interrupted download resumes where it stopped."""
-    from edgelm.commands.pull import pull_model
-
-    pull_model(
-        model,
-        quantization=quant,
-        revision=revision,
-        connections=connections,
-        verify=verify,
-        mmproj=mmproj,
-        dry_run=dry_run,
-        offline=offline,
-        as_json=as_json,
-    )
-
-
-@app.command("list")
-@with_settings("list")
-def list_(as_json: Json = False, *, flags: Flags) -> None:
-    """Show the models on this machine."""
-    from edgelm.commands.list import list_models
-
-    list_models(flags, as_json=as_json)
-
-
-@app.command()
-@with_settings("show")
-def show(
-    model: Model,
-    template: Annotated[bool, typer.Option("--template", help="Print the chat template alone.")] = False,
-    as_json: Json = False,
-    *,
-    flags: Flags,
-) -> None:
-    """Show a model's architecture, tokenizer, template, licence and tensors, and the memory that it takes."""
-    from edgelm.commands.show import show_model
-
-    show_model(model, flags, template=template, as_json=as_json)
-
-
-@app.command()
-def rm(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL", help="As `edgelm list` shows it.")],
-    unfinished: Annotated[
-        bool, typer.Option("--unfinished", help="Remove only downloads that are not finished.")
-    ] = False,
-    yes: Yes = False,
-    as_json: Json = False,
-) -> None:
-    """Remove models from the hub's cache, with all bytes that nothing else uses. Your own files are never removed."""
-    from edgelm.commands.rm import remove_models
-
-    raise typer.Exit(remove_models(models, {}, unfinished_only=unfinished, yes=yes, as_json=as_json))
-
-
-for _command in (serve, launch, load, unload, ps, top, watch):  # the help lists them here
-    app.command()(_command)
-app.add_typer(service_app, name="service")
-
-
-@app.command()
-@with_settings("plan")
-def plan(model: Model, as_json: Json = False, *, flags: Flags) -> None:
-    """Show what a model takes on this machine, and which context and KV cache it will get, without loading it."""
-    from edgelm.commands.plan import show_plan
-
-    show_plan(model, flags, as_json=as_json)
-
-
-app.add_typer(chats_app, name="chats")
-
-memory_app = typer.Typer(help="Past answers that speculation remembers.", no_args_is_help=True)
-app.add_typer(memory_app, name="memory")
-
-
-@memory_app.command("show")
-def show_memory(as_json: Json = False) -> None:
-    """Show how much is remembered, since when, and where."""
-    from edgelm.commands.memory import show_answers
-
-    show_answers(as_json=as_json)
-
-
-@memory_app.command("clear")
-def clear_memory(yes: Yes = False, as_json: Json = False) -> None:
-    """Forget all past answers. Chats are kept: they are elsewhere."""
-    from edgelm.commands.memory import clear_answers
-
-    raise typer.Exit(clear_answers(yes=yes, as_json=as_json))
-
-
-@app.command("help")
-def help_(
-    topic: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[TOPIC]", help="A topic, or words to look for; none: all topics.", show_default=False),
-    ] = None,
-) -> None:
-    """Explain how to use edgelm, by topic: start, chat, models, memory, serve, troubleshooting and others."""
-    from edgelm.commands.help import show_help
-
-    show_help(topic or [])
-
-
-@app.command()
-def doctor(
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="with --gpu: the model to check")] = None,
-    gpu: Annotated[bool, typer.Option("--gpu", help="check our kernels on this GPU, and write a report")] = False,
-    out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="with --gpu: where the report goes")] = None,
-    as_json: Json = False,
-) -> None:
-    """Show what this machine can run, and what is wrong with it."""
-    if gpu:
-        from edgelm.commands.doctor_gpu import check_gpu
-
-        raise typer.Exit(check_gpu(model, out))
-    if model or out:
-        raise UsageError("edgelm doctor takes a model and --out only with --gpu", "add --gpu")
-    from edgelm.commands.doctor import show_health
-
-    raise typer.Exit(show_health(as_json))
-
-
-@app.command()
-def config(as_json: Json = False) -> None:
-    """Show all settings, and where each comes from."""
-    from edgelm.commands.config import show_config
-
-    show_config(as_json)
+app.callback(invoke_without_command=True)(for_typer(_main))

@@ -11,12 +11,13 @@ from rich.table import Table
 from edgelm.base.config import SETTINGS, Config, load_config
 from edgelm.base.durations import keep_alive_text
 from edgelm.base.model_tables import ModelTable
+from edgelm.commands.flags import Json
 from edgelm.commands.presets import read_looks, read_presets
 
 PLAIN_TABLES = ("keys", "themes")  # shown as they stand in the file
 
 
-def show_config(as_json: bool) -> None:
+def show_config(as_json: Json = False) -> None:
     """Print the settings in force. Raises EdgeLMError for an invalid file or variable."""
     config = load_config({})
     presets = read_presets(config)

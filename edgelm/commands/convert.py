@@ -11,8 +11,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
+import typer
 from rich import progress as rich_progress
 from rich.console import Console
 from rich.markup import escape
@@ -24,6 +25,7 @@ from edgelm.base.machine.cpu import usable_cores
 from edgelm.base.setting_checks import parse_adapters
 from edgelm.base.workers.exit_reason import ModelFiles, exit_reason
 from edgelm.base.workers.parent import Worker
+from edgelm.commands.flags import Flags, Json, SettingsOf, Verbose
 from edgelm.commands.job import StatusLine
 from edgelm.library.local import installed_model, require_whole
 from edgelm.library.names import shown
@@ -35,16 +37,21 @@ GGUF = ".gguf"
 
 
 def convert_model(
-    folder: str,
-    out: str,
-    flags: Mapping[str, object],
+    folder: Annotated[
+        str, typer.Argument(metavar="FOLDER", help="A folder of safetensors, or its name.", show_default=False)
+    ],
+    out: Annotated[str, typer.Argument(metavar="OUT.gguf", help="The new file.", show_default=False)],
+    flags: Annotated[Flags, SettingsOf("convert")],
     *,
-    to: str,
-    lora: Sequence[str] = (),
-    check: bool,
-    force: bool,
-    as_json: bool,
-    verbose: bool,
+    to: Annotated[str, typer.Option(metavar="TYPE", help="source (as stored), F32, F16, BF16 or Q8_0.")] = "source",
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ADAPTER", help="Merge this LoRA adapter; :0.5 behind it scales it.", show_default=False),
+    ] = None,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Compare the file with the folder.")] = True,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
 ) -> None:
     """Write a GGUF and print what it is. Raises EdgeLMError."""
     config = load_config(flags)
@@ -54,7 +61,7 @@ def convert_model(
         to=_type(to),
         check=check,
         threads=config.settings.threads or usable_cores().physical,
-        lora=_adapters(lora),
+        lora=_adapters(lora or ()),
     )
     _print(run_conversion(job, config, verbose=verbose), as_json)
 

@@ -20,8 +20,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 
@@ -30,7 +31,7 @@ from edgelm.backends.llama.placement import Device
 from edgelm.backends.questions import ask_cuda, ask_llama_build
 from edgelm.backends.tuned import num_tuned
 from edgelm.base.config import Config, load_config
-from edgelm.base.errors import EdgeLMError
+from edgelm.base.errors import EdgeLMError, UsageError
 from edgelm.base.machine import facts as machine
 from edgelm.base.machine.cpu import usable_cores
 from edgelm.base.machine.gpu import standing_gpu
@@ -38,6 +39,7 @@ from edgelm.base.machine.memory import available_memory_bytes
 from edgelm.base.places import Places
 from edgelm.commands.config import settings_of
 from edgelm.commands.doctor_engines import Engines, engine_documents, engine_table
+from edgelm.commands.flags import Json
 from edgelm.library.scan import scan
 
 State = Literal["ok", "note", "problem"]
@@ -72,6 +74,22 @@ class Finding:
     state: State
     text: str
     hint: str = ""
+
+
+def doctor(
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="with --gpu: the model to check")] = None,
+    gpu: Annotated[bool, typer.Option("--gpu", help="check our kernels on this GPU, and write a report")] = False,
+    out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="with --gpu: where the report goes")] = None,
+    as_json: Json = False,
+) -> int:
+    """Check the machine, or with `gpu` our kernels on its GPU; return the exit code. Raises EdgeLMError."""
+    if gpu:
+        from edgelm.commands.doctor_gpu import check_gpu
+
+        return check_gpu(model, out)
+    if model or out:
+        raise UsageError("edgelm doctor takes a model and --out only with --gpu", "add --gpu")
+    return show_health(as_json)
 
 
 def show_health(as_json: bool) -> int:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import base64
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from edgelm.base.config import load_config
 from edgelm.base.errors import EdgeLMError, RequestError, UsageError
 from edgelm.base.workers.messages import Result
+from edgelm.commands.flags import Flags, Model, SettingsOf, Verbose
 from edgelm.commands.job import reader_may_leave, run_job
 from edgelm.jobs.embed_request import EmbedJob, Format, Vector
 from edgelm.library.local import runnable_model
@@ -27,16 +30,28 @@ SHOWN_TEXT = 48  # characters
 
 
 def embed_texts(
-    model: str,
-    texts: list[str],
-    flags: Mapping[str, object],
+    model: Model,
+    text: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TEXT]…", help="Texts; - is standard input, a text in each line.", show_default=False),
+    ] = None,
     *,
-    file: str | None,
-    form: Format | None,
-    dimensions: int | None,
-    truncate: bool,
-    similarity: bool,
-    verbose: bool,
+    flags: Annotated[Flags, SettingsOf("embed")],
+    file: Annotated[
+        str | None, typer.Option(help="A file with a text in each line.", metavar="FILE", show_default=False)
+    ] = None,
+    form: Annotated[
+        Format | None,
+        typer.Option("--format", help="A table, lines of JSON, or a matrix for numpy.", show_default=False),
+    ] = None,
+    dimensions: Annotated[
+        int | None, typer.Option(metavar="N", help="Keep the first N numbers.", show_default=False)
+    ] = None,
+    truncate: Annotated[bool, typer.Option("--truncate", help="Cut texts that are too long.")] = False,
+    similarity: Annotated[
+        bool, typer.Option("--similarity", help="Print how similar the texts are to the first one.")
+    ] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Print a vector for each text, and for each line of `file` or of standard input (-). Raises EdgeLMError.
 
@@ -49,7 +64,7 @@ def embed_texts(
         raise UsageError("--similarity and --format npy cannot be used together", "omit one")
     if dimensions is not None and dimensions < 1:
         raise UsageError(f"--dimensions is {dimensions}", "give at least 1")
-    texts = list(_all_texts(texts, file))
+    texts = list(_all_texts(text or [], file))
     if not texts:
         raise RequestError("there is no text", "give texts as arguments, - for standard input, or --file")
     if similarity and len(texts) < 2:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -19,7 +19,28 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show llama.cpp's log and timings.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
-Flags = dict[str, object]  # by setting; None: not given
+Endpoint = Annotated[str | None, typer.Option(help="Another edgelm server.", show_default=False)]
+EndpointKey = Annotated[
+    str | None,
+    typer.Option(help="The key for that server; others see it: EDGELM_API_KEY is better.", show_default=False),
+]
+
+Flags = Mapping[str, object]  # by setting; None: not given
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsOf:
+    """Marks the argument that gets a flag for each setting of a command: Annotated[Flags, SettingsOf("run")]."""
+
+    command: Command
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Several flags that a command gets as one argument."""
+
+    flags: Sequence[inspect.Parameter]
+    make: Callable[[dict[str, Any]], Any]
 
 
 def as_flags(name: str, value: object) -> list[str]:
@@ -31,47 +52,47 @@ def as_flags(name: str, value: object) -> list[str]:
     return [f"--{spelled}={one}" for one in values]
 
 
-def with_settings(command: Command) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a function one flag for each setting of the command. It gets the values as `flags`; None: not given."""
-    return _with_options("flags", list(_options(command)), dict)
+def for_typer(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a command for Typer: a dataclass among its arguments is a flag for each field, settings come last."""
+    signature = inspect.signature(function, eval_str=True)
+    groups: dict[str, _Group] = {}
+    own: list[inspect.Parameter] = []
+    of_settings: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        marks = getattr(parameter.annotation, "__metadata__", ())
+        if isinstance(parameter.annotation, type) and is_dataclass(parameter.annotation):
+            groups[name] = _fields(parameter.annotation)
+            own += groups[name].flags
+        elif marks and isinstance(marks[0], SettingsOf):
+            groups[name] = _Group(list(_settings(marks[0].command)), dict)
+            of_settings += groups[name].flags
+        else:
+            own.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    def call(**arguments: Any) -> Any:
+        for name, group in groups.items():
+            arguments[name] = group.make({flag.name: arguments.pop(flag.name) for flag in group.flags})
+        return function(**arguments)
+
+    described: Any = call  # Typer reads these attributes
+    described.__signature__ = signature.replace(parameters=[*own, *of_settings])
+    described.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *of_settings)}
+    described.__name__, described.__doc__ = function.__name__, function.__doc__
+    return call
 
 
-def with_fields(kind: type[Any], name: str = "flags") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a function one flag for each field of a dataclass. It gets an instance as the argument `name`."""
+def _fields(kind: type[Any]) -> _Group:
     hints = get_type_hints(kind, include_extras=True)
-    options = [_option(entry.name, entry.default, hints[entry.name]) for entry in fields(kind)]
-    return _with_options(name, options, lambda values: kind(**values))
+    flags = [_flag(entry.name, entry.default, hints[entry.name]) for entry in fields(kind)]
+    return _Group(flags, lambda values: kind(**values))
 
 
-def _with_options(
-    name: str, options: Sequence[inspect.Parameter], make: Callable[[dict[str, Any]], Any]
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a function these parameters in place of the argument `name`, which is made of their values."""
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(**arguments: Any) -> Any:
-            made = make({option.name: arguments.pop(option.name) for option in options})
-            return function(**arguments, **{name: made})
-
-        signature = inspect.signature(function, eval_str=True)
-        parameters: list[inspect.Parameter] = []
-        for parameter in signature.parameters.values():
-            parameters += options if parameter.name == name else [parameter]
-        described: Any = call  # Typer reads these attributes
-        described.__signature__ = signature.replace(parameters=parameters)
-        described.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        described.__name__, described.__doc__ = function.__name__, function.__doc__
-        return call
-
-    return decorate
-
-
-def _option(name: str, default: object, annotation: object) -> inspect.Parameter:
+def _flag(name: str, default: object, annotation: object) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _options(command: Command) -> Iterator[inspect.Parameter]:
-    """Yield a parameter for Typer for each setting of a command. Values stay strings: config.py checks them."""
+def _settings(command: Command) -> Iterator[inspect.Parameter]:
+    """Yield a flag for each setting of a command. Values stay strings: config.py checks them."""
     for name, setting in SETTINGS.items():
         if command not in setting.commands:
             continue
@@ -83,4 +104,4 @@ def _options(command: Command) -> Iterator[inspect.Parameter]:
         else:
             kind = list[str] | None if setting.kind == "list" else kind
             option = typer.Option(flag, help=text, metavar=setting.metavar, show_default=False)
-        yield _option(name, None, Annotated[kind, option])
+        yield _flag(name, None, Annotated[kind, option])

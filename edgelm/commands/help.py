@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Sequence
+from typing import Annotated
+
+import typer
 
 from edgelm.base.errors import UsageError
 from edgelm.chats.knowledge import guide
@@ -13,14 +15,19 @@ MAX_WIDTH = 100  # columns; longer lines are hard to read
 MIN_PREFIX_LEN = 3  # of a topic that is not typed in full
 
 
-def show_help(words: Sequence[str]) -> None:
+def show_help(
+    topic: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TOPIC]", help="A topic, or words to look for; none: all topics.", show_default=False),
+    ] = None,
+) -> None:
     """Print what the guide has about a topic or some words; without words its topics. Raises UsageError."""
-    query = " ".join(words).strip()
+    query = " ".join(topic or ()).strip()
     if not query:
         _print_topics()
         return
-    topic = _find_topic(query)
-    _print_markdown(guide.page(topic) if topic else _found(query))
+    name = _find_topic(query)
+    _print_markdown(guide.page(name) if name else _found(query))
 
 
 def _print_topics() -> None:

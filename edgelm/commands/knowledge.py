@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from edgelm.base.errors import EdgeLMError
+from edgelm.base.passages import Passage
 from edgelm.base.places import Places
-from edgelm.base.workers.messages import Passage
 from edgelm.chats.knowledge.files import LeftOut
 from edgelm.chats.knowledge.index import Knowledge
 from edgelm.chats.knowledge.quote import MOST_CHARS

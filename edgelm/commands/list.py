@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from edgelm.base.config import Config, load_config
 from edgelm.base.errors import ModelError
+from edgelm.commands.flags import Flags, Json, SettingsOf
 from edgelm.commands.job import reader_may_leave
 from edgelm.library.hub_cache import all_unfinished, file_size
 from edgelm.library.local import find_local
@@ -28,7 +29,7 @@ KINDS = {"text": "text", "embedding": "embeddings", "rerank": "ranking"}
 PIPE_WIDTH = 400
 
 
-def list_models(flags: Mapping[str, object], *, as_json: bool) -> None:
+def list_models(flags: Annotated[Flags, SettingsOf("list")], *, as_json: Json = False) -> None:
     """Print the models here, and on standard error a line for each problem. Raises EdgeLMError."""
     config = load_config(flags)
     library = scan(config.places.hub, folders=config.model_folders)

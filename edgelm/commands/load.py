@@ -9,14 +9,17 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote
+
+import typer
 
 from edgelm.base.config import load_config
 from edgelm.base.durations import keep_alive_text, parse_keep_alive
 from edgelm.base.errors import EdgeLMError, UsageError
 from edgelm.base.places import expand_home
 from edgelm.base.runtime import FrontRecord
+from edgelm.commands.flags import Json, Model
 from edgelm.commands.running import ask_front, get_state, require_front
 from edgelm.library.names import shown
 
@@ -24,9 +27,17 @@ LOAD_LIMIT_S = 1200.0
 POLL_S = 0.3
 
 
-def load_model(name: str, keep_alive: str | None, *, as_json: bool) -> None:
+def load_model(
+    model: Model,
+    keep_alive: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Unload it after so long without a request: 90, 5m, 1h; -1: never."),
+    ] = None,
+    *,
+    as_json: Json = False,
+) -> None:
     """Let the running server load a model, and wait until it is loaded. Raises EdgeLMError."""
-    body: dict[str, Any] = {"model": _name_for(name)}
+    body: dict[str, Any] = {"model": _name_for(model)}
     if keep_alive is not None:
         try:
             body["keep_alive"] = keep_alive_text(parse_keep_alive(keep_alive))
@@ -38,30 +49,37 @@ def load_model(name: str, keep_alive: str | None, *, as_json: bool) -> None:
         ask_front(front, "POST", "/models/load", body, limit_s=LOAD_LIMIT_S)
     seconds = time.monotonic() - began
     if as_json:
-        print(json.dumps({"model": name, "loaded": True, "seconds": round(seconds, 3)}))
+        print(json.dumps({"model": model, "loaded": True, "seconds": round(seconds, 3)}))
     else:
-        print(f"{shown(name)} is loaded ({seconds:.1f} s)")
+        print(f"{shown(model)} is loaded ({seconds:.1f} s)")
 
 
-def unload_models(name: str | None, *, every: bool, as_json: bool) -> None:
+def unload_models(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="As `edgelm ps` shows it.", show_default=False)
+    ] = None,
+    *,
+    every: Annotated[bool, typer.Option("--all", help="Unload all models.")] = False,
+    as_json: Json = False,
+) -> None:
     """Let the running server unload a model, or all. Raises EdgeLMError, also for one that is in use."""
-    if (name is None) == (not every):
+    if (model is None) == (not every):
         raise UsageError("name the model to unload, or give --all")
     front = require_front(load_config({}))
-    names = [_name_for(name)] if name is not None else _loaded(front)
+    names = [_name_for(model)] if model is not None else _loaded(front)
     problems = []
     done = []
-    for model in names:
+    for name in names:
         try:
-            ask_front(front, "POST", "/models/unload", {"model": model}, limit_s=60.0)
-            done.append(model)
+            ask_front(front, "POST", "/models/unload", {"model": name}, limit_s=60.0)
+            done.append(name)
         except EdgeLMError as error:
             problems.append(error)
     if as_json:
         print(json.dumps({"unloaded": done}))
     else:
-        for model in done:
-            print(f"{shown(model)} is unloaded")
+        for name in done:
+            print(f"{shown(name)} is unloaded")
         if every and not names:
             print("no model is loaded")
     if problems:

@@ -15,13 +15,14 @@ from rich.table import Table
 
 from edgelm.base.config import load_config
 from edgelm.base.errors import EdgeLMError
+from edgelm.commands.flags import Json, Yes
 from edgelm.engine.speculation import past_answers as answers
 from edgelm.library.progress import size_text
 
 WRONG_USAGE = 2
 
 
-def show_answers(*, as_json: bool) -> None:
+def show_answers(*, as_json: Json = False) -> None:
     """Print the contents of each tokenizer's file. Raises EdgeLMError for a folder that cannot be read."""
     config = load_config({})
     folder = answers.folder(config.places.data)
@@ -47,7 +48,7 @@ def show_answers(*, as_json: bool) -> None:
     Console(highlight=False, markup=False).print(table)
 
 
-def clear_answers(*, yes: bool, as_json: bool) -> int:
+def clear_answers(*, yes: Yes = False, as_json: Json = False) -> int:
     """Delete all past answers, after a question; return the exit code. Raises EdgeLMError."""
     folder = answers.folder(load_config({}).places.data)
     files = _info(folder)

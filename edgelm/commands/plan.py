@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -37,6 +37,7 @@ from edgelm.checkpoints.folder import folder_facts
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.safetensors import open_safetensors
 from edgelm.checkpoints.summary import ModelFacts, ModelSummary, model_facts
+from edgelm.commands.flags import Flags, Json, Model, SettingsOf
 from edgelm.commands.job import reader_may_leave
 from edgelm.commands.plan_devices import device_documents, device_table, placement_line, route_table
 from edgelm.commands.plan_loaded import loaded_beside
@@ -54,7 +55,7 @@ PARTS = (
 )
 
 
-def show_plan(model: str, flags: Mapping[str, object], *, as_json: bool) -> None:
+def show_plan(model: Model, flags: Annotated[Flags, SettingsOf("plan")], *, as_json: Json = False) -> None:
     """Print the plan for a model. Raises EdgeLMError, after printing the plan if nothing fits."""
     config = load_config(flags)
     local = runnable_model(model, config)

@@ -10,6 +10,7 @@ from rich.table import Table
 from edgelm.base.config import load_config
 from edgelm.base.errors import EdgeLMError
 from edgelm.base.runtime import find_fronts
+from edgelm.commands.flags import Json
 from edgelm.commands.list import plain_console
 from edgelm.commands.running import get_state
 from edgelm.library.progress import size_text
@@ -18,7 +19,7 @@ TITLES = ("MODEL", "STATE", "PID", "MEMORY", "PREDICTED", "CONTEXT", "ENGINE", "
 LEFT = ("MODEL", "STATE", "ENGINE")
 
 
-def show_processes(*, as_json: bool) -> None:
+def show_processes(*, as_json: Json = False) -> None:
     """Print the engine processes of the running server, and the addresses of others.
 
     Raises EdgeLMError if no server runs.

@@ -13,8 +13,9 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Self, TextIO
 
+import typer
 from rich import progress as rich_progress
 from rich.console import Console
 from rich.markup import escape
@@ -22,6 +23,7 @@ from rich.table import Table
 
 from edgelm.base.config import Config, load_config
 from edgelm.base.errors import EdgeLMError
+from edgelm.commands.flags import Json
 from edgelm.commands.kept_results import result_lines, results_document, speeds_document
 from edgelm.evaluation.kept import KeptModel, KeptResults
 from edgelm.library.catalog import hub_reference, stand_in
@@ -56,16 +58,27 @@ LINE_INTERVAL_S = 5.0  # between two plain lines
 
 
 def pull_model(
-    model: str | None,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="qwen3:4b, or OWNER/NAME[:QUANT or FILE] of the hub; none: choose from a list.",
+            show_default=False,
+        ),
+    ] = None,
     *,
-    quantization: str | None,
-    revision: str | None,
-    connections: int,
-    verify: bool,
-    mmproj: bool,
-    dry_run: bool,
-    offline: bool,
-    as_json: bool,
+    quant: Annotated[str | None, typer.Option(help="Quantization, such as Q4_K_M.", show_default=False)] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit (main).", show_default=False)] = None,
+    connections: Annotated[int, typer.Option(min=1, max=16, help="Connections at the same time, to one file too.")] = 4,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check the files that are here, and replace damaged ones.")
+    ] = False,
+    mmproj: Annotated[
+        bool, typer.Option("--mmproj/--no-mmproj", help="With the projector of a model that reads pictures.")
+    ] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the files, and whether the model fits.")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Use the files on this disk; open no connection.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Pull a model, or show what a pull would do; without a name, let the user choose from a list.
 
@@ -74,7 +87,7 @@ def pull_model(
     if model is None and (model := _pick()) is None:
         return
     config = load_config({})
-    reference = _reference(model, quantization, revision)
+    reference = _reference(model, quant, revision)
     if verify and offline:
         raise EdgeLMError("--verify asks the hub for the checksums", "omit --offline")
     if offline or (not dry_run and not verify and _is_set_offline()):
@@ -88,7 +101,7 @@ def pull_model(
         return
     with (TerminalDisplay if sys.stderr.isatty() else Display)(sys.stderr) as display:
         try:
-            other = None if quantization or revision else stand_in(model)
+            other = None if quant or revision else stand_in(model)
             show = display.show
             pulled = pull(reference, hub, show, connections=connections, verify=verify, mmproj=mmproj, stand_in=other)
         except KeyboardInterrupt:

@@ -11,12 +11,13 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.table import Table
 
 from edgelm.base.config import Config, load_config
@@ -28,9 +29,10 @@ from edgelm.base.workers.exit_reason import ModelFiles
 from edgelm.base.workers.messages import Result, Status
 from edgelm.base.workers.parent import Exit, Worker
 from edgelm.commands.convert import run_conversion
+from edgelm.commands.flags import Json, Verbose
 from edgelm.commands.job import StatusLine
 from edgelm.commands.list import plain_console
-from edgelm.commands.quantize_flags import QuantizeFlags
+from edgelm.commands.quantize_flags import FOR_A_GGUF, QuantizeFlags
 from edgelm.library.local import installed_model, require_whole
 from edgelm.library.names import shown
 from edgelm.library.progress import size_text, time_text
@@ -44,6 +46,59 @@ from edgelm.making.quantization.types import FILE_TYPES, FileType, file_type, te
 AUTO = "auto"
 CONVERTED = ".edgelm-source.gguf"  # the end of the hidden name of a converted folder
 SMALL_BITS = 6.0  # below, an importance matrix is made by default
+
+
+def quantize(
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SRC", help="A GGUF, a folder of safetensors, or the name of one here.", show_default=False
+        ),
+    ] = None,
+    destination: Annotated[
+        str | None, typer.Argument(metavar="DST", help="The new file, NAME.gguf; of int4 a folder.", show_default=False)
+    ] = None,
+    *,
+    flags: QuantizeFlags,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """List the types, or quantize to one of llama.cpp, or to packed INT4. Raises EdgeLMError."""
+    if flags.show_list:
+        list_types(as_json=as_json)
+        return
+    if source is None or destination is None:
+        raise UsageError(
+            "quantize takes a model and the name of the new file", "edgelm quantize SRC DST.gguf --to Q4_K_M"
+        )
+    if flags.to is None or not flags.to.lower().startswith("int4"):
+        _refuse({"--group": flags.group is not None, "--zero-points": flags.zero_points}, "a type of llama.cpp")
+        quantize_model(source, destination, flags, as_json=as_json, verbose=verbose)
+        return
+    from edgelm.commands.quantize_int4 import quantize_int4
+    from edgelm.making.quantization.int4_job import GROUPS
+
+    _refuse({f"--{name.replace('_', '-')}": getattr(flags, name) for name in FOR_A_GGUF}, f"--to {flags.to}")
+    quantize_int4(
+        source,
+        destination,
+        to=flags.to.lower(),
+        group=GROUPS[-1] if flags.group is None else flags.group,
+        zero_points=flags.zero_points,
+        calibration=flags.calibration,
+        calibration_tokens=flags.calibration_tokens,
+        threads=flags.threads,
+        as_json=as_json,
+        verbose=verbose,
+    )
+
+
+def _refuse(flags: Mapping[str, object], purpose: str) -> None:
+    """Raise UsageError where one of these flags is given."""
+    if given := [name for name, value in flags.items() if value]:
+        raise UsageError(
+            f"{', '.join(given)} cannot be given with {purpose}", "omit " + ("it" if len(given) == 1 else "them")
+        )
 
 
 def list_types(*, as_json: bool) -> None:

@@ -9,14 +9,17 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import httpx2
+import typer
 
 from edgelm.base.config import Config, load_config
 from edgelm.base.errors import EdgeLMError, ModelError
 from edgelm.base.runtime import FrontRecord, find_fronts
+from edgelm.commands.flags import Json, Yes
 from edgelm.library.adapters import pulled_adapter
 from edgelm.library.hub_cache import Unfinished, unfinished_of
 from edgelm.library.local import installed_model
@@ -30,36 +33,42 @@ WRONG_USAGE = 2
 
 
 def remove_models(
-    names: Sequence[str], flags: Mapping[str, object], *, unfinished_only: bool = False, yes: bool, as_json: bool
+    models: Annotated[list[str], typer.Argument(metavar="MODEL", help="As `edgelm list` shows it.")],
+    *,
+    unfinished: Annotated[
+        bool, typer.Option("--unfinished", help="Remove only downloads that are not finished.")
+    ] = False,
+    yes: Yes = False,
+    as_json: Json = False,
 ) -> int:
     """Remove models of the hub's cache after a confirmation; return the exit code. Raises EdgeLMError."""
-    config = load_config(flags)
+    config = load_config({})
     hub = config.places.hub
-    models, dated, unfinished = _resolve(names, config, unfinished_only=unfinished_only)
-    plans = plan_removal(models, hub, dated=dated)
-    _refuse_loaded(models, config)
+    chosen, dated, downloads = _resolve(models, config, unfinished_only=unfinished)
+    plans = plan_removal(chosen, hub, dated=dated)
+    _refuse_loaded(chosen, config)
     if not yes:
         if not sys.stdin.isatty():
             print("error: rm asks for confirmation, which needs a terminal; add --yes", file=sys.stderr)
             return WRONG_USAGE
-        if not _confirmed(models, unfinished, plans):
+        if not _confirmed(chosen, downloads, plans):
             print("nothing was removed", file=sys.stderr)
             return 1
-    identities = [model.identity for model in models]  # read before the files are gone
-    freed_parts = remove_unfinished(unfinished, hub)
-    removed_parts = [download for download in unfinished if download not in freed_parts.held]
-    if not models and not removed_parts:
-        raise EdgeLMError(f"{_joined(models, unfinished)} is in progress", "wait until it is done, or stop it")
-    freed = freed_parts.nbytes + remove(models, hub, dated=dated)
+    identities = [model.identity for model in chosen]  # read before the files are gone
+    freed_parts = remove_unfinished(downloads, hub)
+    removed_parts = [download for download in downloads if download not in freed_parts.held]
+    if not chosen and not removed_parts:
+        raise EdgeLMError(f"{_joined(chosen, downloads)} is in progress", "wait until it is done, or stop it")
+    freed = freed_parts.nbytes + remove(chosen, hub, dated=dated)
     for identity in identities:
         forget_use(config.places.data, Path(identity))
     along = [download for plan in plans for download in plan.unfinished]
     if as_json:
         removed_parts += [part for part in along if not part.part.exists() and part not in removed_parts]
-        document = {"removed": [_document(model) for model in models], "freed_bytes": freed}
+        document = {"removed": [_document(model) for model in chosen], "freed_bytes": freed}
         print(json.dumps({**document, "unfinished": [_part_document(part) for part in removed_parts]}))
     else:
-        print(f"removed {_joined(models, removed_parts)}: {size_text(freed)} freed")
+        print(f"removed {_joined(chosen, removed_parts)}: {size_text(freed)} freed")
         _print_kept(plans)
     for part in dict.fromkeys((*freed_parts.held, *(part for part in along if part.part.exists()))):
         print(f"note: {_joined([], [part])} is in progress: it is kept", file=sys.stderr)

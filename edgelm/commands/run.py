@@ -3,45 +3,95 @@
 from __future__ import annotations
 
 import json
-import select
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
 
 from edgelm.base.config import SETTINGS, Config, load_config
-from edgelm.base.errors import EdgeLMError, RequestError, UsageError
+from edgelm.base.errors import EdgeLMError, UsageError
+from edgelm.base.passages import Passage
 from edgelm.base.places import Places
 from edgelm.base.workers.grammars import GrammarSpec
-from edgelm.base.workers.messages import EFFORTS, Passage, Read, Result, RunJob, Said, Text, Thinking, Thought
-from edgelm.chats.attachments import Attachment, images
-from edgelm.chats.presets import Preset, apply_preset
+from edgelm.base.workers.messages import EFFORTS, Read, Result, RunJob, Said, Text, Thinking, Thought
+from edgelm.chats.attachments import images
+from edgelm.commands.flags import Flags, Json, SettingsOf, Verbose
 from edgelm.commands.grammar import chosen_grammar
 from edgelm.commands.job import reader_may_leave, run_job
-from edgelm.commands.presets import read_presets, start_preset
-from edgelm.commands.run_options import RunOptions
+from edgelm.commands.run_prompt import Words, parse_words
 from edgelm.library.local import model_config, require_sight, runnable_model
 from edgelm.library.names import STARTER
 
 if TYPE_CHECKING:
+    from edgelm.chats.presets import Preset
     from edgelm.commands.run_chat import SavedChat
     from edgelm.library.scan import LocalModel
 
-MAX_INPUT_BYTES = 64 * 2**20
-STDIN = "-"
-PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
-SILENT_S = 1.0  # a pipe beside a prompt may be silent this long before a line says so
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """The flags that are no settings. None: not given."""
+
+    go_on: Annotated[
+        bool, typer.Option("-c", "--continue", help="Continue the last chat, with its model: edgelm run -c PROMPT.")
+    ] = False
+    chat: Annotated[
+        str | None, typer.Option(metavar="ID", help="Continue this chat of `edgelm chats list`.", show_default=False)
+    ] = None
+    save: Annotated[bool, typer.Option("--save", help="Save it as a new chat.")] = False
+    no_stdin: Annotated[bool, typer.Option("--no-stdin", help="Do not read standard input: in loops.")] = False
+    raw: Annotated[bool, typer.Option("--raw", help="Complete the prompt as it is, without a chat template.")] = False
+    stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text.", show_default=False)] = None
+    schema: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Answer with JSON of this JSON schema.", show_default=False)
+    ] = None
+    json_object: Annotated[bool, typer.Option("--json-object", help="Answer with a JSON object.")] = False
+    regex: Annotated[str | None, typer.Option(help="Answer with text that this matches.", show_default=False)] = None
+    choice: Annotated[
+        list[str] | None, typer.Option(help="Answer with this text, or with another choice.", show_default=False)
+    ] = None
+    grammar: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Answer by this grammar, in GBNF or Lark.", show_default=False)
+    ] = None
+    think: Annotated[
+        Thinking, typer.Option(help="How long to reason before the answer, where the model can.", show_default=False)
+    ] = "auto"
+    know: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATH", help="Answer from this file or folder. May be repeated.", show_default=False),
+    ] = None
+    preset: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Take system prompt and sampling from a preset.", show_default=False),
+    ] = None
 
 
 def run_model(
-    words: Sequence[str], options: RunOptions, flags: Mapping[str, object], *, as_json: bool, verbose: bool
+    model: Annotated[
+        str | None,
+        typer.Argument(help="starter, qwen3:4b, OWNER/NAME:QUANT, or a path; not needed with -c.", show_default=False),
+    ] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PICTURE]… [PROMPT]",
+            help="Files of pictures, - for one on standard input; the message, or with --raw the text to continue.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    options: RunOptions,
+    as_json: Json = False,
+    verbose: Verbose = False,
+    flags: Annotated[Flags, SettingsOf("run")],
 ) -> None:
-    """Print the answer to a prompt as it is decoded.
+    """Print the answer to a prompt as it is decoded. Raises EdgeLMError.
 
-    `words` are the model, files of pictures and the prompt. A chat that goes on has a model, which is used unless one
-    is given. Raises EdgeLMError.
+    A chat that goes on has a model, which is used unless one is given.
     """
     grammar = chosen_grammar(
         schema=options.schema,
@@ -51,122 +101,110 @@ def run_model(
         grammar=options.grammar,
     )
     chat = options.chat or ("last" if options.go_on else None)
-    raw, think, know = options.raw, options.think, tuple(options.know or ())
-    model, prompt, paths = _parted(words, has_chat=chat is not None)
+    words = parse_words([*filter(None, [model]), *(prompt or [])], has_chat=chat is not None)
     _check_flags(options, has_chat=chat is not None or options.save)
     if options.preset is not None and chat is not None:
         raise UsageError("--preset and --continue cannot be used together", "a chat keeps the preset it began with")
     config = load_config(flags)
-    if remote := config.remote_model(model or ""):
-        text, pictures = _read_prompt(prompt, paths, stdin=not options.no_stdin)
-        job = _remote_job(remote.name, text, pictures, grammar, options, config)
+    if remote := config.remote_model(words.model or ""):
+        job = _remote_job(remote.name, words, grammar, options, config)
         from edgelm.commands.run_remote import remote_replies  # most answers come from this machine
 
         _print_answer(job, remote_replies(job, remote.name, config), None, as_json=as_json, verbose=verbose)
         return
     with _opened(config, chat, save=options.save) as saved:
-        local = saved.choose_model(config) if saved and not model else runnable_model(model or "", config)
-        config = model_config(local, config)
-        chosen = None if options.preset is None else _find_preset(options.preset, config, raw=raw)
-        if chosen is not None:
-            config, think = _with_preset(chosen, config, think, is_saved=saved is not None)
-        text, pictures = _read_prompt(prompt, paths, stdin=not options.no_stdin)
-        if pictures:
-            _require_pictures(local, config, raw=raw)
-        settings = config.settings
-        if saved is not None:
-            settings, think = saved.settings(settings, flags), saved.thinking(think)
-            know = know or saved.knowledge
-        passages: tuple[Passage, ...] | None = None
-        if know:
-            from edgelm.commands.knowledge import find_passages  # most prompts need no SQLite
-
-            passages = find_passages(know, text, config.places, verbose=verbose)
-        elif local.name == STARTER and not raw:
-            from edgelm.chats.knowledge.index import GUIDE
-
-            know = (GUIDE,)
-            passages, quotations = _read_guide(text, config.places)
-            if quotations and grammar is None:
-                grammar = GrammarSpec("choice", json.dumps(quotations, ensure_ascii=False))
-                settings = settings if flags.get("temperature") is not None else replace(settings, temperature=0.0)
-        urls = images(pictures)
-        before: tuple[Said, ...] = (Said("system", chosen.system),) if chosen and chosen.system else ()
-        if saved is not None:
-            if chosen is not None:
-                apply_preset(saved.session.chat, chosen)
-            before, text, urls = saved.ask(text, local, know, passages, pictures)
-            if not pictures and (urls or any(said.images for said in before)):
-                require_sight(local, config)
-        job = RunJob(
-            model=local.path,
-            settings=settings,
-            prompt=text,
-            images=urls,
-            before=before,
-            stop=tuple(options.stop or ()),
-            grammar=grammar,
-            grammar_file=options.schema or options.grammar or "",
-            think=think,
-            passages=passages,
-            raw=raw,
-            prefixes=config.places.prefixes,
-            drafts=True,
-        )
+        local = saved.choose_model(config) if saved and not words.model else runnable_model(words.model or "", config)
+        job = _local_job(local, words, grammar, options, flags, model_config(local, config), saved, verbose=verbose)
         _print_answer(job, run_job(job, config.places, verbose), saved, as_json=as_json, verbose=verbose)
 
 
-def _remote_job(
-    model: str,
-    prompt: str,
-    pictures: Sequence[Attachment],
+def _local_job(
+    local: LocalModel,
+    words: Words,
     grammar: GrammarSpec | None,
     options: RunOptions,
+    flags: Flags,
     config: Config,
+    saved: SavedChat | None,
+    *,
+    verbose: bool,
 ) -> RunJob:
+    """Return the job for a model of this machine, and add the question to the chat."""
+    preset, think = None, options.think
+    if options.preset is not None:
+        preset = _find_preset(options.preset, config, raw=options.raw)
+        config, think = _with_preset(preset, config, think, is_saved=saved is not None)
+    text, pictures = words.read(stdin=not options.no_stdin)
+    if pictures:
+        _require_pictures(local, config, raw=options.raw)
+    settings, know = config.settings, tuple(options.know or ())
+    if saved is not None:
+        settings, think = saved.settings(settings, flags), saved.thinking(think)
+        know = know or saved.knowledge
+    passages: tuple[Passage, ...] | None = None
+    if know:
+        from edgelm.commands.knowledge import find_passages  # most prompts need no SQLite
+
+        passages = find_passages(know, text, config.places, verbose=verbose)
+    elif local.name == STARTER and not options.raw:
+        from edgelm.chats.knowledge import GUIDE
+
+        know = (GUIDE,)
+        passages, quotations = _read_guide(text, config.places)
+        if quotations and grammar is None:
+            grammar = GrammarSpec("choice", json.dumps(quotations, ensure_ascii=False))
+            settings = settings if flags.get("temperature") is not None else replace(settings, temperature=0.0)
+    before, urls = _system(preset), images(pictures)
+    if saved is not None:
+        if preset is not None:
+            from edgelm.chats.presets import apply_preset
+
+            apply_preset(saved.session.chat, preset)
+        before, text, urls = saved.ask(text, local, know, passages, pictures)
+        if not pictures and (urls or any(said.images for said in before)):
+            require_sight(local, config)
+    return RunJob(
+        model=local.path,
+        settings=settings,
+        prompt=text,
+        images=urls,
+        before=before,
+        stop=tuple(options.stop or ()),
+        grammar=grammar,
+        grammar_file=options.schema or options.grammar or "",
+        think=think,
+        passages=passages,
+        raw=options.raw,
+        prefixes=config.places.prefixes,
+        drafts=True,
+    )
+
+
+def _remote_job(model: str, words: Words, grammar: GrammarSpec | None, options: RunOptions, config: Config) -> RunJob:
     """Return the job for a model that another server runs. Raises UsageError for what needs one here."""
+    text, pictures = words.read(stdin=not options.no_stdin)
     for flag in ("raw", "know", "go_on", "chat", "save"):
         if getattr(options, flag):
             name = {"go_on": "continue"}.get(flag, flag)
             raise UsageError(f"--{name} cannot be used with {model}, which another server runs", "the chat can use it")
-    think = options.think
-    before: tuple[Said, ...] = ()
+    preset, think = None, options.think
     if options.preset is not None:
         preset = _find_preset(options.preset, config, raw=False)
         config, think = _with_preset(preset, config, think, is_saved=False)
-        before = (Said("system", preset.system),) if preset.system else ()
     return RunJob(
         model=Path(model),
         settings=config.settings,
-        prompt=prompt,
+        prompt=text,
         images=images(pictures),
-        before=before,
+        before=_system(preset),
         stop=tuple(options.stop or ()),
         grammar=grammar,
         think=think,
     )
 
 
-def _parted(words: Sequence[str], *, has_chat: bool) -> tuple[str | None, str | None, list[str]]:
-    """Return the model, the prompt and the pictures among the arguments. Raises UsageError.
-
-    A picture is `-`, standard input, or a word that ends like the name of one; where a chat goes on, it may come first.
-    """
-    if not words and not has_chat:
-        raise UsageError("Missing argument 'MODEL'", "see --help; only a chat that goes on has a model of its own")
-    first = [] if has_chat else list(words[:1])
-    rest = words[len(first) :]
-    pictures = [word for word in rest if _is_picture_name(word)]
-    texts = [*first, *(word for word in rest if not _is_picture_name(word))]
-    if len(texts) > 2:
-        raise UsageError(f"Got unexpected extra argument ({texts[2]})", "put quotes around the prompt")
-    if has_chat and len(texts) < 2:
-        return None, next(iter(texts), None), pictures  # a single argument is the prompt
-    return next(iter(texts), None), texts[1] if len(texts) > 1 else None, pictures
-
-
-def _is_picture_name(word: str) -> bool:
-    return word == STDIN or (word.lower().endswith(PICTURE_ENDINGS) and (" " not in word or Path(word).exists()))
+def _system(preset: Preset | None) -> tuple[Said, ...]:
+    return (Said("system", preset.system),) if preset and preset.system else ()
 
 
 def _require_pictures(local: LocalModel, config: Config, *, raw: bool) -> None:
@@ -229,6 +267,8 @@ def _print_answer(
 
 def _find_preset(name: str, config: Config, *, raw: bool) -> Preset:
     """Return a preset without what flags say. Raises UsageError."""
+    from edgelm.commands.presets import read_presets, start_preset  # most answers have none
+
     preset = start_preset(read_presets(config), name, config)
     assert preset is not None, "it is named"
     if raw and preset.system:
@@ -272,65 +312,6 @@ def _note_passages(read: Read, num_found: int) -> None:
     else:
         names = "nothing: no passage fits the question"
     print(f"read: {names}", file=sys.stderr)
-
-
-def _read_prompt(prompt: str | None, paths: Sequence[str], *, stdin: bool) -> tuple[str, tuple[Attachment, ...]]:
-    """Return the argument, piped standard input (`stdin`), or both with an empty line between them; and the pictures.
-
-    A picture on standard input takes the place of `-`, or comes last.
-    """
-    parts = [prompt] if prompt else []
-    piped: list[Attachment] = []
-    if (stdin or STDIN in paths) and not sys.stdin.isatty():
-        if prompt and STDIN not in paths and not _gives_something(sys.stdin):
-            print(
-                "note: waiting for standard input, an open pipe; < /dev/null or --no-stdin reads none", file=sys.stderr
-            )
-        raw = sys.stdin.buffer.read(MAX_INPUT_BYTES + 1)
-        if len(raw) > MAX_INPUT_BYTES:
-            raise RequestError(f"standard input is longer than {MAX_INPUT_BYTES // 2**20} MiB", "shorten it")
-        try:
-            if raw:
-                from edgelm.chats.attached_files import is_picture, picture_of  # most prompts are an argument alone
-
-                if is_picture(raw):
-                    piped.append(picture_of(raw, "standard input"))
-                else:
-                    parts.append(raw.decode())
-        except UnicodeDecodeError as error:
-            raise RequestError(
-                f"standard input is not valid UTF-8 (byte 0x{raw[error.start]:02x} at {error.start})",
-                "convert it first",
-            ) from None
-    pictures: list[Attachment] = []
-    for path in paths:
-        if path != STDIN:
-            pictures.append(_read_picture(path))
-        elif piped:
-            pictures.append(piped.pop())
-        elif len(parts) == bool(prompt):  # no text either
-            raise RequestError("standard input is empty", "pipe a picture into it, or omit the -")
-    pictures += piped
-    if not parts and not pictures:
-        raise RequestError("the prompt is empty", "give it as an argument or on standard input")
-    return "\n\n".join(parts), tuple(pictures)
-
-
-def _read_picture(path: str) -> Attachment:
-    from edgelm.chats.attached_files import full_path, read_attachment
-
-    attachment, _ = read_attachment(full_path(path))
-    if attachment.kind != "image":
-        raise RequestError(f"{attachment.name} is not a picture", "--know answers from texts and PDFs")
-    return attachment
-
-
-def _gives_something(stream: TextIO) -> bool:
-    """Return whether a stream has bytes or its end within SILENT_S; a file always has."""
-    try:
-        return bool(select.select([stream], [], [], SILENT_S)[0])
-    except (OSError, ValueError):  # not a stream of the system
-        return True
 
 
 def _finish(result: dict[str, Any], output: _Output, as_json: bool, verbose: bool) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 
 from edgelm.base.config import SETTINGS, Config, Settings
 from edgelm.base.errors import EdgeLMError, ModelError, RequestError
-from edgelm.base.workers.messages import EFFORTS, Passage, Said, Text, Thinking, Thought
+from edgelm.base.passages import Passage
+from edgelm.base.workers.messages import EFFORTS, Said, Text, Thinking, Thought
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.handles import find_chat, handle
 from edgelm.chats.history import Chat, Message, State
-from edgelm.chats.knowledge.index import GUIDE
+from edgelm.chats.knowledge import GUIDE
 from edgelm.chats.reading import Reading
 from edgelm.chats.store import ChatsError, Store
 from edgelm.chats.store_thread import StoreThread, Write

@@ -7,13 +7,16 @@ import getpass
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from typing import Annotated
+
+import typer
 
 from edgelm.base.config import load_config
 from edgelm.base.errors import EdgeLMError, ModelError
 from edgelm.base.runtime import FrontRecord
 from edgelm.base.workers.messages import Serving
 from edgelm.base.workers.wire import Saving, encode
+from edgelm.commands.flags import Flags, Json, SettingsOf, Verbose
 from edgelm.library.local import runnable_model
 from edgelm.library.readers import Describe, read_each
 from edgelm.server import request_log
@@ -25,14 +28,14 @@ log = logging.getLogger(__name__)
 
 
 def serve_models(
-    models: list[str],
-    flags: Mapping[str, object],
+    models: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="More models to offer.")] = None,
     *,
-    ask_key: bool,
-    until_stdin_closes: bool,
-    until_unused: bool = False,
-    as_json: bool,
-    verbose: bool,
+    flags: Annotated[Flags, SettingsOf("serve")],
+    ask_key: Annotated[bool, typer.Option("--ask-key", help="Ask here for a key that clients must send.")] = False,
+    until_stdin_closes: Annotated[bool, typer.Option("--until-stdin-closes", hidden=True)] = False,
+    until_unused: Annotated[bool, typer.Option("--until-unused", hidden=True)] = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
 ) -> None:
     """Serve until interrupted. Raises EdgeLMError, also for a given file that is no whole model."""
     listener = inherited_listener()  # first: no child may take its variables
@@ -42,7 +45,7 @@ def serve_models(
         message = "other users of this machine can see the key of --api-key in the list of processes"
         log.warning("warning: %s; give --api-key-file, --ask-key or EDGELM_API_KEY", message)
     typed_key = _ask_key() if ask_key else None
-    paths = [runnable_model(model, config).path for model in models]
+    paths = [runnable_model(model, config).path for model in models or ()]
     for document in read_each(Describe(path) for path in paths):
         if "error" in document:
             raise ModelError(document["error"])

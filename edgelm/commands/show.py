@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.table import Table
 
 from edgelm.base.config import Config, load_config
 from edgelm.base.errors import ModelError
+from edgelm.commands.flags import Flags, Json, Model, SettingsOf
 from edgelm.commands.job import reader_may_leave
 from edgelm.commands.kept_results import result_lines, results_document, speeds_document
 from edgelm.commands.list import age_text, last_used_at, parameters_text, place_of, plain_console, size_on_disk
@@ -28,25 +30,31 @@ TEMPLATE_LINES = 6
 MAX_LINE = 100
 
 
-def show_model(name: str, flags: Mapping[str, object], *, template: bool, as_json: bool) -> None:
+def show_model(
+    model: Model,
+    flags: Annotated[Flags, SettingsOf("show")],
+    *,
+    template: Annotated[bool, typer.Option("--template", help="Print the chat template alone.")] = False,
+    as_json: Json = False,
+) -> None:
     """Print a model's details, or with `template` its chat template only. Raises EdgeLMError, also if it is damaged."""
     config = load_config(flags)
-    model = installed_model(name, config)
-    config = model_config(model, config)
-    (details,) = read_each([Detail(model.path, config.settings.without_keys)])
+    local = installed_model(model, config)
+    config = model_config(local, config)
+    (details,) = read_each([Detail(local.path, config.settings.without_keys)])
     if "error" in details:
-        raise ModelError(f"{shown(model.name)} cannot be read: {details['error']}")
+        raise ModelError(f"{shown(local.name)} cannot be read: {details['error']}")
     if config.settings.template is not None:
         details["template"] = read_template_file(config.settings.template)
-    entry = entry_of(model.repository) if model.repository else None
+    entry = entry_of(local.repository) if local.repository else None
     kept = KeptResults(config.places.data).of(details.pop("identity"))
-    document = _document(model, details, entry, config) | {
+    document = _document(local, details, entry, config) | {
         "evaluations": results_document(kept),
         "speeds": speeds_document(kept),
     }
     with reader_may_leave():
         if template:
-            _print_template(model, details["template"], as_json)
+            _print_template(local, details["template"], as_json)
         elif as_json:
             print(json.dumps(document))
         else:

@@ -11,15 +11,17 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import httpx2
+import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from edgelm.base.errors import EdgeLMError
+from edgelm.commands.flags import Endpoint, EndpointKey, Json
 from edgelm.commands.servers import chosen_server
 from edgelm.library.names import shown
 
@@ -49,7 +51,13 @@ class ModelLine:
     rss_bytes: int | None
 
 
-def show_top(endpoint: str | None, api_key: str | None, *, once: bool, as_json: bool) -> None:
+def show_top(
+    endpoint: Endpoint = None,
+    api_key: EndpointKey = None,
+    *,
+    once: Annotated[bool, typer.Option("--once", help="Print it once, over one second.")] = False,
+    as_json: Json = False,
+) -> None:
     """Show what the server at `endpoint`, or this user's own, does until the user quits; or once.
 
     Raises EdgeLMError if there is no such server.

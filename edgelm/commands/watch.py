@@ -7,13 +7,25 @@ import json
 import sys
 from contextlib import suppress
 from dataclasses import asdict
+from typing import Annotated
+
+import typer
 
 from edgelm.base.config import load_config
 from edgelm.base.errors import EdgeLMError
+from edgelm.commands.flags import Endpoint, EndpointKey, Json
 from edgelm.commands.servers import Server, chosen_server
 
 
-def watch_server(model: str | None, endpoint: str | None, api_key: str | None, *, as_json: bool) -> None:
+def watch_server(
+    model: Annotated[
+        str | None, typer.Argument(help="A loaded model; without it, the first.", show_default=False)
+    ] = None,
+    endpoint: Endpoint = None,
+    api_key: EndpointKey = None,
+    *,
+    as_json: Json = False,
+) -> None:
     """Show the steps of an engine until the user quits; as JSON, a line for an event.
 
     Raises EdgeLMError if there is no such server, or when it ends.

@@ -18,7 +18,7 @@ from enum import IntEnum
 
 from edgelm.engine.core import Sequence
 
-SHORT_ANSWER = 64  # tokens; a request for at most so many is interactive
+SHORT_ANSWER = 64  # tokens; a request for at most this many is interactive
 TURNS = 4  # requests that are admitted in a row while one of a later kind waits
 EXPECTED_ANSWER = 64  # tokens charged at admission; more is charged as it is generated, less is given back
 CLOCK_SHARE = 512  # the clock moves by this part of each admission, so that new clients cannot pass for ever
@@ -123,7 +123,7 @@ class AdmissionQueue:
         """Return the sequence to admit next; None: there is none. `no_long` passes over long ones that never ran."""
         if self._returned:
             return self._returned[0]
-        firsts = self._firsts(no_long)
+        firsts = self._first_of_each_kind(no_long)
         if len(firsts) > 1 and self._num_passed >= TURNS:
             return min(firsts[1:], key=lambda seq: seq.id)
         return firsts[0] if firsts else None
@@ -131,7 +131,7 @@ class AdmissionQueue:
     def editor_head(self) -> Sequence | None:
         """Return the next request of an editor, which may overtake those that ran before; None: others have a turn."""
         head = self._queues[_Kind.EDITOR].first()
-        if head and self._num_passed >= TURNS and (self._returned or len(self._firsts()) > 1):
+        if head and self._num_passed >= TURNS and (self._returned or len(self._first_of_each_kind()) > 1):
             return None
         return head
 
@@ -150,7 +150,7 @@ class AdmissionQueue:
             self._returned.remove(seq)
             self._num_passed = 0
             return
-        firsts = self._firsts()
+        firsts = self._first_of_each_kind()
         passes = seq is firsts[0] and bool(len(firsts) > 1 or self._returned)
         self._num_passed = self._num_passed + 1 if passes else 0
         seq.turn, self._num_admitted = self._num_admitted, self._num_admitted + 1
@@ -178,7 +178,7 @@ class AdmissionQueue:
         for queue in self._queues.values():
             queue.forget_clients(but=self._open)
 
-    def _firsts(self, no_long: bool = False) -> list[Sequence]:
+    def _first_of_each_kind(self, no_long: bool = False) -> list[Sequence]:
         """Return the next sequence of each kind that has any, in the order of the kinds."""
         kinds = [kind for kind in _Kind if not (no_long and kind == _Kind.LONG)]
         return [first for kind in kinds if (first := self._queues[kind].first())]

@@ -31,7 +31,7 @@ _CURVE_STEPS = 32  # steps after which the cost curves are computed again
 _SCALE_WEIGHT = 0.3  # of the newest step
 _RATIO_WEIGHT = 0.05
 _SHORTEST_S = 1e-6  # shorter times are below the resolution of the clock
-_OUTLIER = 4.0  # a step so many times longer or shorter than expected says something about the machine, not about rows
+_OUTLIER = 4.0  # a step this many times longer or shorter than expected tells of the machine, not of rows
 
 
 class Measured(NamedTuple):
@@ -124,7 +124,7 @@ class DecodeStep(NamedTuple):
     sequences: int
     rows: int
     seconds: float
-    plain_s: float  # recent time of a plain step of so many sequences; 0: there was none
+    plain_s: float  # recent time of a plain step of this many sequences; 0: there was none
 
 
 @dataclass(slots=True)
@@ -167,7 +167,7 @@ class StepClock:
             self._costs.observe(rows, depth, seconds)
         elif prefill >= _MIN_MEASURED:
             token_s = max(seconds - (self._costs.time(rows, depth) if rows else 0.0), 0.0) / prefill
-            self._prefill_s = token_s if self._prefill_s is None else _mix(self._prefill_s, token_s)
+            self._prefill_s = token_s if self._prefill_s is None else _averaged(self._prefill_s, token_s)
 
     def _compare(self, sequences: int, rows: int, depth: int, seconds: float) -> None:
         """Compare a decode step with recent plain steps, by measured times alone: the cost surface may be wrong."""
@@ -231,5 +231,5 @@ class StepClock:
         return costs
 
 
-def _mix(old: float, new: float) -> float:
+def _averaged(old: float, new: float) -> float:
     return old + (_SLOWER_WEIGHT if new > old else _FASTER_WEIGHT) * (new - old)

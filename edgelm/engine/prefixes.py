@@ -39,22 +39,22 @@ class PrefixIndex(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._all: dict[T, None] = {}
+        self._by_last_use: dict[T, None] = {}
         self._groups: dict[tuple[str, bytes], dict[T, None]] = {}
 
     def __iter__(self) -> Iterator[T]:
-        return iter(list(self._all))
+        return iter(list(self._by_last_use))
 
     def __len__(self) -> int:
-        return len(self._all)
+        return len(self._by_last_use)
 
     def add(self, prefix: T) -> None:
         assert len(prefix.tokens) >= MIN_PREFIX_LEN
-        self._all[prefix] = None
+        self._by_last_use[prefix] = None
         self._groups.setdefault(_group(prefix.cache_namespace, prefix.tokens), {})[prefix] = None
 
     def remove(self, prefix: T) -> None:
-        del self._all[prefix]
+        del self._by_last_use[prefix]
         group = _group(prefix.cache_namespace, prefix.tokens)
         del self._groups[group][prefix]
         if not self._groups[group]:

@@ -22,7 +22,7 @@ from edgelm.engine.core import Chunk, Copy, Drop, Executor, ExecutorInfo, Load, 
 Point = tuple[int, int, float]  # rows, depth, seconds
 
 ROWS = (1, 4, 2, 8, 3, 16, 6, 5, 12, 7, 32)  # the most useful points first: the time budget may end
-MORE_ROWS = (64,)  # beyond a single draft, where there is a limit for one: only several sequences have so many
+MORE_ROWS = (64,)  # more rows than one draft may have: only several sequences together reach them
 DEEP_ROWS = (1, 4, 8, 2)
 DEPTH = 2048  # positions; attention's share of a step grows in proportion
 STATE_LEN = 32  # positions of the state that is repeated to fill the cache

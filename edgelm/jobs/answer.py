@@ -18,16 +18,14 @@ from edgelm.base.config import Settings
 from edgelm.base.errors import RequestError
 from edgelm.base.sampling import SamplingParams
 from edgelm.engine.core import Event, PictureSpan, Sampled, Stats
-from edgelm.engine.sampling.script import ScriptMatcher
 from edgelm.engine.usage import Usage
 from edgelm.jobs.constraints import Constraints, Style, Styles
-from edgelm.jobs.past import PastTokens
-from edgelm.jobs.prompts import Prompts
+from edgelm.jobs.prompts import PastTokens, Prompts
 from edgelm.jobs.request import AnswerDelta, AnswerReason, AnswerRequest, too_long
 from edgelm.text.calls.repeats import RepeatedCalls
-from edgelm.text.indent import IndentLimit
 from edgelm.text.parse import AnswerParser, Args, CallBegin, CallEnd, Content, Part, Reasoning
 from edgelm.text.prompt_token_cache import Prompt
+from edgelm.text.stream import IndentLimit
 from edgelm.text.template_worker import TemplateRunner
 from edgelm.text.tokenizer import Tokenizer
 
@@ -224,6 +222,8 @@ class Answerer:
         script = prepared.ids[1:]
         if not script:
             return []
+        from edgelm.engine.sampling.script import ScriptMatcher  # few requests ask for these
+
         params = SamplingParams(temperature=0, max_tokens=len(script), num_logprobs=prepared.params.num_logprobs)
         sampled: list[Sampled] = []
         stream = self._loaded.engine.submit(

@@ -15,13 +15,10 @@ from typing import TYPE_CHECKING, Any
 from edgelm.base.errors import RequestError
 from edgelm.base.workers.grammars import CheckedGrammar, GrammarSpec, SchemaRule
 from edgelm.engine.core import Matcher
-from edgelm.engine.sampling.budget import BudgetMatcher
 from edgelm.engine.sampling.unique_lists import merged
 from edgelm.jobs.request import AnswerRequest
 from edgelm.jobs.tool_schemas import ToolSchemas
-from edgelm.text.calls.derive import ToolSupport, find_support
 from edgelm.text.calls.known import known_formats
-from edgelm.text.constraint import AnswerFormat, answer_grammar, callable_functions
 from edgelm.text.parse import control_marks
 from edgelm.text.reasoning import ReasoningFormat, find_reasoning, is_thinking
 from edgelm.text.template_worker import TemplateRunner
@@ -29,6 +26,8 @@ from edgelm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from edgelm.engine.sampling.grammar import Grammar, GrammarCompiler
+    from edgelm.text.calls.derive import ToolSupport
+    from edgelm.text.constraint import AnswerFormat
 
 PROBE_BYTES = 2**16  # of a rendered probe
 MAX_CONSTRAINTS = 64  # kept, least recently used out first
@@ -56,16 +55,16 @@ class Styles:
         self._tokenizer = tokenizer
         self._templates = templates
         self._plain: Style | None = None
+        self._harmony: bool | None = None  # None: not looked at yet
         self._probed: asyncio.Task[Style] | None = None
 
     async def of(self, request: AnswerRequest) -> Style:
         """Return the style for a chat. Raises the errors of the template worker."""
-        template = await self._templates.template()
         calls = any(message.get("tool_calls") or message.get("role") == "tool" for message in request.messages)
-        strings = self._tokenizer.special_strings
-        if not (request.tools or calls or any(f.body == "harmony" for f in known_formats(template.source, strings))):
+        if not (request.tools or calls or await self._is_harmony()):
             if self._plain is None:
-                reasoning = find_reasoning(template.source, strings)
+                template = await self._templates.template()
+                reasoning = find_reasoning(template.source, self._tokenizer.special_strings)
                 marks = await asyncio.to_thread(control_marks, self._tokenizer, None, reasoning)
                 self._plain = Style(reasoning, None, marks)
             return self._plain
@@ -73,7 +72,16 @@ class Styles:
             self._probed = asyncio.create_task(self._probe())
         return await asyncio.shield(self._probed)
 
+    async def _is_harmony(self) -> bool:
+        if self._harmony is None:
+            template = await self._templates.template()
+            formats = known_formats(template.source, self._tokenizer.special_strings)
+            self._harmony = any(form.body == "harmony" for form in formats)
+        return self._harmony
+
     async def _probe(self) -> Style:
+        from edgelm.text.calls.derive import find_support  # most requests have no tools
+
         template, tokenizer = await self._templates.template(), self._tokenizer
         loop = asyncio.get_running_loop()
 
@@ -125,6 +133,8 @@ class Constraints:
         follows = spec is not None and spec.kind in ("lark", "gbnf")  # the grammar begins behind the reasoning
         if reasoning is None or (budget is None and not follows):
             return inner
+        from edgelm.engine.sampling.budget import BudgetMatcher
+
         return BudgetMatcher(
             inner,
             2**62 if budget is None else budget,
@@ -181,6 +191,8 @@ class Constraints:
     async def _new_spec(
         self, request: AnswerRequest, style: Style, tail: str, has_tools: bool
     ) -> tuple[GrammarSpec | None, tuple[str, ...]]:
+        from edgelm.text.constraint import answer_grammar, callable_functions  # most answers are free
+
         spec = request.grammar
         rules: tuple[SchemaRule, ...] = ()
         answer: AnswerFormat | None = None
@@ -213,6 +225,8 @@ class Constraints:
 
 def _answer_format(spec: GrammarSpec) -> tuple[AnswerFormat, tuple[SchemaRule, ...]]:
     """Return the form of the content for the grammar of a whole answer, and the schema that it refers to."""
+    from edgelm.text.constraint import AnswerFormat
+
     if spec.kind == "regex":
         return AnswerFormat("/" + spec.source.replace("/", r"\/") + "/"), ()
     if spec.kind == "choice":

@@ -62,7 +62,7 @@ class Embeddings:
             raise RequestError("the query is empty", "give a text")
         if not 1 <= len(request.documents) <= MAX_INPUTS:
             raise RequestError(f"there are {len(request.documents):,} documents", f"give 1 to {MAX_INPUTS:,}")
-        most = self._most(request.max_tokens)
+        most = self._token_limit(request.max_tokens)
 
         def encode(document: str) -> list[int]:
             cut = document
@@ -80,7 +80,7 @@ class Embeddings:
         _require_finite(finished)
         return Ranked(finished.tolist(), raw.tolist(), [len(ids) for ids in tokens])
 
-    def _most(self, requested: int | None) -> int:
+    def _token_limit(self, requested: int | None) -> int:
         context = self._loaded.engine.info.context
         return context if requested is None else min(requested, context)
 
@@ -90,7 +90,7 @@ class Embeddings:
 
     def _tokens(self, value: str | Sequence[int], request: EmbedRequest, name: str) -> list[int]:
         """Return the tokens of one input; `name` is for errors. Raises RequestError."""
-        most = self._most(request.max_tokens)
+        most = self._token_limit(request.max_tokens)
         if not isinstance(value, str):
             return self._checked_ids(list(value), most, request.truncate, name)
         if not value:

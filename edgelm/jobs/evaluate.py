@@ -40,8 +40,8 @@ def _run(job: EvalJob, evaluation: Evaluation, child: Child) -> None:
     _check_stride(cut)
     bos = [token for token in tokenizer.encode("", special=False, bos=True) if token == tokenizer.bos_id]
     text = TextTokens(job.text, tokenizer)
-    maker = _maker(info)
-    if evaluation.reference and (other := _maker(evaluation.reference.executor.info)) != maker:
+    maker = _engine_name(info)
+    if evaluation.reference and (other := _engine_name(evaluation.reference.executor.info)) != maker:
         maker += f", against {other}"
     tally, noise = _initial_tallies(job.state, maker, 2 if evaluation.reference else 1, child)
     progress = _Progress(child, tally.windows, maker)
@@ -72,7 +72,7 @@ def _initial_tallies(
     return tally, tuple(Tally.from_json(floor) for floor in state["noise"])
 
 
-def _maker(info: ExecutorInfo) -> str:
+def _engine_name(info: ExecutorInfo) -> str:
     return f"{info.engine} on {info.device}"
 
 
@@ -96,7 +96,7 @@ class _Progress:
 
     def __init__(self, child: Child, num_done: int, maker: str) -> None:
         self._child = child
-        self._maker = maker
+        self._engine_name = maker
         self._num_done = num_done  # by the interrupted job
         self._started_at = self._status_at = self._state_at = time.monotonic()
         self._measures_noise = True
@@ -114,7 +114,7 @@ class _Progress:
             self._child.send(Status(line))
             self._status_at = now
         if now - self._state_at >= STATE_EVERY_S:
-            state = tally.to_json() | {"maker": self._maker, "noise": [floor.to_json() for floor in noise]}
+            state = tally.to_json() | {"maker": self._engine_name, "noise": [floor.to_json() for floor in noise]}
             self._child.send(EvalState(state, total))
             self._state_at = now
 

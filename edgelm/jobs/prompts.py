@@ -6,7 +6,8 @@ Owns the composition of templates and vocabulary. A prompt that cannot fit is re
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from edgelm.backends.model import LoadedModel
@@ -20,10 +21,14 @@ from edgelm.text.encoding import TextEncoder
 from edgelm.text.fim import fim_tokens, infill_tokens
 from edgelm.text.history import text_of
 from edgelm.text.prompt_token_cache import Prompt
+from edgelm.text.template import Message
 from edgelm.text.template_worker import TemplateRunner
+from edgelm.text.tokenizer import Tokenizer
 
 TOKEN_BYTES = 128  # more than the average token of any vocabulary
 LEAST_BYTES = 2**20  # an exact token count of fewer bytes is cheap
+MAX_PAST_CHARS = 2**20  # the newest; a drafter keeps no more of one conversation
+MAX_KEPT_PASTS = 4  # conversations
 
 
 class Prompts:
@@ -103,3 +108,47 @@ def prompt_ids(pieces: Iterable[list[int]], context: int) -> list[int]:
             raise too_long(f"the prompt has more than {context:,} tokens", context)
         ids += piece
     return ids
+
+
+class PastTokens:
+    """The tokens of messages that a conversation no longer sends: drafters read them, the model does not.
+
+    The last few are kept: the same ones come with every message of a shortened chat. Never fails a request.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._kept: OrderedDict[tuple[str, ...], list[int]] = OrderedDict()
+
+    async def tokens(self, past: Sequence[Message]) -> list[int]:
+        """Return the tokens of the texts of these messages, as plain text."""
+        if not past:
+            return []
+        texts = _newest([text_of(message["content"]) for message in past])
+        if texts not in self._kept:
+            self._kept[texts] = await asyncio.to_thread(self._encode, texts)
+        self._kept.move_to_end(texts)
+        tokens = self._kept[texts]
+        while len(self._kept) > MAX_KEPT_PASTS:
+            self._kept.popitem(last=False)
+        return tokens
+
+    def _encode(self, texts: tuple[str, ...]) -> list[int]:
+        tokens: list[int] = []
+        for text in texts:
+            try:
+                tokens += self._tokenizer.encode(text, special=False, bos=False)
+            except RequestError:  # text that the vocabulary cannot encode cannot be drafted either
+                continue
+        return tokens
+
+
+def _newest(texts: list[str]) -> tuple[str, ...]:
+    """Return the last texts that fit into MAX_PAST_CHARS."""
+    room, kept = MAX_PAST_CHARS, list[str]()
+    for text in reversed(texts):
+        room -= len(text)
+        if room < 0:
+            break
+        kept.append(text)
+    return tuple(reversed(kept))

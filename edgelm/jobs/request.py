@@ -38,7 +38,7 @@ class AnswerRequest:
     grammar: GrammarSpec | None = None  # of the content
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # enable_thinking, reasoning_effort, …
     thinking_budget: int | None = None  # tokens of reasoning
-    continues_last: bool = False  # the answer goes on where the last message, an assistant's, ends
+    continues_last: bool = False  # the answer continues the last message, which is an assistant's
     sampling: dict[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     num_choices: int = 1

@@ -12,8 +12,9 @@ from typing import Any
 
 from edgelm.backends.model import LoadedModel
 from edgelm.base.errors import RequestError
+from edgelm.base.passages import Passage
 from edgelm.base.workers.child import Child
-from edgelm.base.workers.messages import Passage, Read, Result, RunJob, Said, Text, Thought
+from edgelm.base.workers.messages import Read, Result, RunJob, Said, Text, Thought
 from edgelm.base.workers.parent import Worker
 from edgelm.chats.knowledge.quote import fitting, share_of_context, system_message
 from edgelm.engine.core import Stats

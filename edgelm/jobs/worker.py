@@ -18,7 +18,6 @@ from edgelm.backends.build import build
 from edgelm.backends.model import LoadedModel
 from edgelm.backends.reports import reports_to
 from edgelm.base.errors import NotSeenError, RequestError
-from edgelm.base.machine.conditions import Measurement
 from edgelm.base.places import own_places
 from edgelm.base.workers.child import Child, Handler, run_job
 from edgelm.base.workers.messages import EngineJob, EvalJob, Result, RunJob, Status
@@ -81,6 +80,8 @@ def _embed(job: EmbedJob, child: Child) -> None:
 
 
 async def _bench(loaded: LoadedModel, job: BenchJob, child: Child) -> None:
+    from edgelm.base.machine.conditions import Measurement
+
     loaded.require("text")
     info = loaded.engine.info
     tests = [test.shortened(info.context) for test in job.tests] if job.shorten else job.tests

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from edgelm.base.errors import ModelError
 from edgelm.library.names import QUANTIZATION, HubReference
-from edgelm.library.progress import size_text
 
 GGUF_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL | re.IGNORECASE)
 AUXILIARY = re.compile(r"(?:^|[-._])(?:mmproj|imatrix)(?:[-._]|$)", re.IGNORECASE)  # read with a model, not alone
@@ -259,6 +258,8 @@ def _require_all(reference: HubReference, files: Iterable[str], stem: str, count
 def _contents(sizes: Mapping[str, int]) -> str:
     if not sizes:
         return "it is empty"
+    from edgelm.library.progress import size_text  # only an error names sizes
+
     largest = sorted(sizes, key=lambda path: (-sizes[path], path))
     return "it has " + _joined([f"{path} ({size_text(sizes[path])})" for path in largest])
 

@@ -128,7 +128,7 @@ def may_administer(request: Request) -> bool:
 
 
 def may_name_paths(request: Request) -> bool:
-    """Return whether a request may name a model file of this machine by its path: administrators, and nobody else.
+    """Return whether a request may name a model file of this machine by its path: only administrators may.
 
     A key without a mark does not, on this machine either: a proxy that hides itself makes its clients look local.
     """
@@ -137,7 +137,7 @@ def may_name_paths(request: Request) -> bool:
 
 
 def permitted_keep_alive(request: Request, keep_alive_s: float | None) -> float | None:
-    """Return the `keep_alive` of a request; None, as if it had none, if it may not change the server.
+    """Return the `keep_alive` of a request; None if it has none, or may not change the server.
 
     Many clients always send one: a refusal would shut them out.
     """

@@ -35,7 +35,7 @@ async def answer_response(
     """
     stack.push_async_callback(deltas.aclose)
     if not streamed:
-        all_deltas = await unless_client_leaves(request, _all(deltas))
+        all_deltas = await unless_client_leaves(request, _collected(deltas))
         if sum(len(delta.sampled) for delta in all_deltas) <= FEW_TOKENS:
             return JSONResponse(reply.whole(all_deltas))
         content = await asyncio.to_thread(lambda: b"".join(json_pieces(reply.whole(all_deltas))))
@@ -49,7 +49,7 @@ async def answer_response(
     return EventStream(_events(reply, coming), stack.pop_all(), media_type=media_type)
 
 
-async def _all(deltas: AsyncIterator[AnswerDelta]) -> list[AnswerDelta]:
+async def _collected(deltas: AsyncIterator[AnswerDelta]) -> list[AnswerDelta]:
     return [delta async for delta in deltas]
 
 
@@ -59,19 +59,19 @@ class _Coming:
     def __init__(self, deltas: AsyncGenerator[AnswerDelta, None]) -> None:
         self._deltas = deltas
         self._ready: list[AnswerDelta] = []
-        self._news = asyncio.Event()
+        self._arrival = asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
 
     async def arrived(self, limit_s: float) -> bool:
-        """Return whether deltas, the end or a failure come within so many seconds."""
+        """Wait for deltas, the end or a failure; return whether one came in time."""
         if self._reading is None:
             self._reading = asyncio.ensure_future(self._read())
-            self._reading.add_done_callback(lambda _: self._news.set())
+            self._reading.add_done_callback(lambda _: self._arrival.set())
         if not (self._ready or self._reading.done()):
-            self._news.clear()
+            self._arrival.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(limit_s):
-                    await self._news.wait()
+                    await self._arrival.wait()
         return bool(self._ready) or self._reading.done()
 
     def take(self) -> list[AnswerDelta]:
@@ -94,7 +94,7 @@ class _Coming:
     async def _read(self) -> None:
         async for delta in self._deltas:
             self._ready.append(delta)
-            self._news.set()
+            self._arrival.set()
 
 
 async def _events(reply: Reply, coming: _Coming) -> AsyncIterator[bytes]:

@@ -82,7 +82,7 @@ class Bodies:
         return bytes(body)
 
     async def _grow(self, share: _Share, nbytes: int) -> None:
-        """Wait until a body can have so many bytes; meanwhile the server stops reading from its connection."""
+        """Wait until there is memory for this many bytes; meanwhile the server stops reading from its connection."""
         try:
             async with asyncio.timeout(ROOM_LIMIT_S):
                 await self._room.grow(share, nbytes)
@@ -119,7 +119,7 @@ class _Room:
         return share
 
     async def grow(self, share: _Share, nbytes: int) -> None:
-        """Wait until a body can have so many bytes."""
+        """Wait until there is memory for this many bytes of a body."""
         while not self._grown(share, nbytes):
             await self._freed.wait()
 
@@ -146,7 +146,7 @@ class _Room:
 
 
 def _all_end(nbytes: int, shares: Sequence[_Share]) -> bool:
-    """Return whether these bodies can become complete within so many bytes, the one that needs the least first."""
+    """Return whether these bodies can all be completed within a number of bytes, the smallest need first."""
     free = nbytes - sum(share.held for share in shares)
     for share in sorted(shares, key=lambda share: share.most - share.held):
         if share.most - share.held > free:

@@ -45,7 +45,7 @@ class _SentBody(httpx2.AsyncByteStream):
         self._body = body
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        for at in range(0, len(self._body), PIECE_BYTES):  # the event loop goes on between two pieces
+        for at in range(0, len(self._body), PIECE_BYTES):  # other tasks of the event loop run between two pieces
             yield self._body[at : at + PIECE_BYTES]
 
     def forget(self) -> None:

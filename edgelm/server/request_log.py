@@ -36,7 +36,7 @@ class RequestRecord:
     """One request: its id, its engine, and its status once it is answered."""
 
     request_id: str
-    usage_name: str = ""  # under which its engine tells the usage; empty: nobody will ask
+    usage_name: str = ""  # the name under which its engine reports the usage; empty: no report is needed
     began: float = field(default_factory=time.monotonic)
     status: int = 0  # 0: there is no answer yet
     model: str | None = None

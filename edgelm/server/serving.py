@@ -78,9 +78,8 @@ def serve(
     if options.listener is not None:
         host, port = options.listener.getsockname()[:2]
         settings = replace(settings, host=host, port=port)
-    local = is_loopback(settings.host)
     keys = _keys(settings, options)
-    if not local and not keys:
+    if not is_loopback(settings.host) and not keys:
         message = f"--host {settings.host} lets other machines in, and there is no key"
         raise UsageError(message, "add --api-key-file or --ask-key, or omit --host")
     tls = _tls(settings)
@@ -103,47 +102,45 @@ def serve(
         stack.enter_context(announced(places.runtime, record))
         launcher = Launcher(config, sockets, verbose=options.verbose)
         rules = _rules(settings, Keys([*keys, of_user]) if keys else Keys(), tls)
-        here = {"folders": config.model_folders}
-        for line in remotes.clashes(installed(places.hub, options.models, **here) if remotes.models else ()):
-            log.warning("warning: %s", line)
-        names = ModelNames(places.hub, options.models, **here, tables=config.models, remotes=remotes)
-        responses = stack.enter_context(closing(ResponseStore(places.data / RESPONSES_FILE)))
-        front = partial(
-            Front,
-            address,
-            models=names,
-            responses=responses,
-            num_slots=settings.parallel,
-            logs_requests=settings.log_format == "json",
-        )
-        agents = partial(agents_run, places.runtime)
+        make_front = _front_maker(address, config, options, remotes, stack)
         ready = partial(announce, record)
-        running = _serve(config, launcher, front, rules, listeners, tls, options, agents, ready, on_saving, remotes)
+        running = _serve(config, launcher, make_front, rules, listeners, tls, options, ready, on_saving, remotes)
         ended_by = asyncio.run(running)
     if ended_by == signal.SIGINT:
         raise KeyboardInterrupt
 
 
+def _front_maker(
+    address: str, config: Config, options: ServeOptions, remotes: Remotes, stack: ExitStack
+) -> Callable[[EngineTable], Front]:
+    """Return what makes the front over the engines; warn of remote models that hide models of this machine."""
+    places, here = config.places, {"folders": config.model_folders}
+    for line in remotes.clashes(installed(places.hub, options.models, **here) if remotes.models else ()):
+        log.warning("warning: %s", line)
+    return partial(
+        Front,
+        address,
+        models=ModelNames(places.hub, options.models, **here, tables=config.models, remotes=remotes),
+        responses=stack.enter_context(closing(ResponseStore(places.data / RESPONSES_FILE))),
+        num_slots=config.settings.parallel,
+        logs_requests=config.settings.log_format == "json",
+    )
+
+
 async def _serve(
     config: Config,
     launcher: Launcher,
-    front: Callable[[EngineTable], Front],
+    make_front: Callable[[EngineTable], Front],
     rules: Rules,
     listeners: list[socket.socket],
     tls: Tls | None,
     options: ServeOptions,
-    agents: Callable[[], bool],
     announce: Callable[[], None],
     on_saving: Callable[[int], None],
     remotes: Remotes,
 ) -> int | None:
     """Serve; return the signal that ended it."""
-    loop = asyncio.get_running_loop()
-    ended_by: list[int] = []
-    endings: list[asyncio.Task[None]] = []
-    telling: list[asyncio.Task[None]] = []
-    again_at = 0.0
-    settings = config.settings
+    loop, settings = asyncio.get_running_loop(), config.settings
     table = EngineTable(
         launcher,
         Machine(launcher),
@@ -155,38 +152,58 @@ async def _serve(
     async with remotes, table:
         # In TLS both sides of a connection are closed at once.
         protocol = LimitedProtocol if tls else HalfCloseProtocol
-        server = Server(
-            front_app(front(table), rules), grace_s=GRACE_S, protocol=protocol, tls=tls.context if tls else None
-        )
-
-        def stop(number: int | None) -> None:
-            nonlocal again_at
-            if number is not None and loop.time() >= again_at:
-                ended_by.append(number)
-                again_at = loop.time() + AGAIN_S
-            if not endings:  # the engines end first, so that open streams end with an error event
-                endings.append(loop.create_task(table.close()))
-                telling.append(loop.create_task(_tell_of_saving(table, on_saving)))
-            if len(ended_by) > 1:
-                table.kill()
-                server.force_exit = True
-            server.should_exit = True
-
+        app = front_app(make_front(table), rules)
+        server = Server(app, grace_s=GRACE_S, protocol=protocol, tls=tls.context if tls else None)
+        ending = _Ending(server, table, on_saving)
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop, number)
+            loop.add_signal_handler(number, ending.begin, number)
         if options.until_stdin_closes:
-            _watch_stdin(lambda: loop.call_soon_threadsafe(stop, None))
+            _watch_stdin(lambda: loop.call_soon_threadsafe(ending.begin))
         if options.until_unused:
+            agents = partial(agents_run, config.places.runtime)
             watch = loop.create_task(wait_unused(table, agents, settings.idle_timeout))
-            watch.add_done_callback(lambda done: None if done.cancelled() else stop(None))
+            watch.add_done_callback(lambda done: None if done.cancelled() else ending.begin())
         announce()
         gc.freeze()  # full collections look at what requests make only
         await server.serve(sockets=listeners)
-        for task in endings:
-            await task
-        for task in telling:
-            task.cancel()
-    return ended_by[0] if ended_by else None
+        await ending.finish()
+    return ending.signal
+
+
+class _Ending:
+    """Ends the engines and then the server, so that open streams end with an error event. A second signal ends both
+    at once.
+    """
+
+    def __init__(self, server: Server, table: EngineTable, on_saving: Callable[[int], None]) -> None:
+        self.signal: int | None = None  # the first one
+        self._server = server
+        self._table = table
+        self._on_saving = on_saving
+        self._closing: asyncio.Task[None] | None = None
+        self._telling: asyncio.Task[None] | None = None
+        self._again_at = 0.0  # from then on, another signal is a second one
+
+    def begin(self, number: int | None = None) -> None:
+        """Begin to end, by a signal or without one."""
+        loop = asyncio.get_running_loop()
+        if number is not None and loop.time() >= self._again_at:
+            self._again_at = loop.time() + AGAIN_S
+            if self.signal is not None:
+                self._table.kill()
+                self._server.force_exit = True
+            self.signal = self.signal or number
+        if self._closing is None:
+            self._closing = loop.create_task(self._table.close())
+            self._telling = loop.create_task(_tell_of_saving(self._table, self._on_saving))
+        self._server.should_exit = True
+
+    async def finish(self) -> None:
+        """Wait until the engines are gone, if it has begun."""
+        if self._closing is not None:
+            await self._closing
+        if self._telling is not None:
+            self._telling.cancel()
 
 
 async def wait_unused(table: EngineTable, agents_run: Callable[[], bool], limit_s: float) -> None:

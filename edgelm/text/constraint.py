@@ -76,9 +76,31 @@ def answer_grammar(
         )
     if not allowed and answer is None:
         return None
+    obeyed, relaxed = _obeyed_schemas(form, allowed, schemas)
+    # A stop token ends the answer, and stands nowhere in its text.
+    drops = [
+        text
+        for text in (*(form.drop if form else ()), *(reasoning.drop if reasoning else ()))
+        if (marks or {}).get(text) not in stop_ids
+    ]
+    grammar = _Grammar(Lark(marks or {}, drops), obeyed, choice.mode, parallel, answer)
+    if form is not None and form.body == "harmony":
+        grammar.harmony()
+    else:
+        grammar.sections(form, reasoning, prefill)
+    return Constraint(grammar.lark.source(), tuple(relaxed))
+
+
+def _obeyed_schemas(
+    form: CallFormat | None, functions: Sequence[Mapping[str, Any]], schemas: Mapping[str, ToolSchema]
+) -> tuple[dict[str, dict[str, Any]], list[tuple[str, str]]]:
+    """Return the schemas that calls obey, and the names of those that are not enforced in full, with the reason.
+
+    Raises RequestError for a strict function whose schema the calls of this format do not obey.
+    """
     obeyed: dict[str, dict[str, Any]] = {}
     relaxed: list[tuple[str, str]] = []
-    for function in allowed:
+    for function in functions:
         name = str(function["name"])
         obeyed[name], reason = schemas[name].schema, schemas[name].relaxed
         assert form is not None
@@ -97,18 +119,7 @@ def answer_grammar(
                 reason = f"calls are not held to {left_out}"
         if reason:
             relaxed.append((name, reason))
-    # A stop token ends the answer, and stands nowhere in its text.
-    drops = [
-        text
-        for text in (*(form.drop if form else ()), *(reasoning.drop if reasoning else ()))
-        if (marks or {}).get(text) not in stop_ids
-    ]
-    grammar = _Grammar(Lark(marks or {}, drops), obeyed, choice.mode, parallel, answer)
-    if form is not None and form.body == "harmony":
-        grammar.harmony()
-    else:
-        grammar.sections(form, reasoning, prefill)
-    return Constraint(grammar.lark.source(), tuple(relaxed))
+    return obeyed, relaxed
 
 
 def callable_functions(

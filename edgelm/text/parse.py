@@ -26,9 +26,7 @@ import codecs
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from edgelm.text.calls.bodies import read_call
 from edgelm.text.calls.format import CallFormat, heads_of, parts_of
-from edgelm.text.calls.harmony import Harmony
 from edgelm.text.calls.output import Args, CallBegin, CallEnd, Calls, Content, Output, Part, Reasoning
 from edgelm.text.calls.reader import MARKS, Finder, Marks, Reader, Wait
 from edgelm.text.calls.values import Tools
@@ -83,6 +81,8 @@ class AnswerParser:
         self.reasoning_tokens = 0
         self._parser = self._run()
         if form and form.body == "harmony":
+            from edgelm.text.calls.harmony import Harmony
+
             self._parser = Harmony(self._reader, self._marks, self._out, self._calls).run()
         elif self._form:
             self._begin_inside(self._marks.compiled(prefill.rstrip()))
@@ -222,6 +222,8 @@ class AnswerParser:
         calls.only_known = form.known_names or self._out.kind == "reasoning"
         if not (yield from reader.mark(form.section[0])) and not form.call[0]:
             return False
+        from edgelm.text.calls.bodies import read_call  # most answers call nothing
+
         count = calls.count
         while True:
             here = reader.at

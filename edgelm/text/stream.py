@@ -1,6 +1,7 @@
 """Turns the bytes of decoded tokens into text that can be shown at once.
 
-Owns incomplete characters and stop strings. Knows nothing of tokens, tokenizers or the engine.
+Owns incomplete characters, stop strings and the end of a text by its indentation. Knows nothing of tokens,
+tokenizers or the engine.
 """
 
 from __future__ import annotations
@@ -92,3 +93,29 @@ class _PartialMatch:
         while length and self.stop[length] != char:
             length = self._borders[length - 1]
         return length + 1 if self.stop[length] == char else 0
+
+
+class IndentLimit:
+    """Ends a text at the first line that is indented less than `least`, as llama-server's `n_indent` does; 0: never.
+
+    It is for code that is written into a block. The first line belongs to the text before it.
+    """
+
+    def __init__(self, least: int) -> None:
+        self.least = least
+        self._width: int | None = None  # of the indentation of this line so far; None: it has another character
+        self.reached = False
+
+    def take(self, text: str) -> str:
+        """Return the part of the next piece that belongs to the text."""
+        if not self.least or self.reached:
+            return "" if self.reached else text
+        for at, letter in enumerate(text):
+            if self._width is not None and letter in " \t":
+                self._width += 1
+            elif self._width is not None and self._width < self.least:
+                self.reached = True
+                return text[:at]
+            else:
+                self._width = 0 if letter == "\n" else None
+        return text

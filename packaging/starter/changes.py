@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from word_lists import ADJECTIVES, HOW_TO, THINGS, VERBS, WORDS
 
-from edgelm.base.workers.messages import Passage
+from edgelm.base.passages import Passage
 from edgelm.chats.knowledge.guide import TOPICS
 
 _PART = re.compile(r"--[a-z][a-z-]+|Ctrl\+\w|\bF\d+\b|(?<=`)/[a-z]+|(?<=edgelm )[a-z]+\b|\b\d+(?:\.\d+)?\b")

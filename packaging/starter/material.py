@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from edgelm.base.workers.messages import Passage
+from edgelm.base.passages import Passage
 from edgelm.chats.knowledge.guide import TOPICS, question_groups, searchable_pages
 from edgelm.chats.knowledge.passages import split_text
 from edgelm.chats.knowledge.question import terms

@@ -24,7 +24,7 @@ import httpx2 as httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from edgelm.base.errors import EdgeLMError
-from edgelm.base.workers.messages import Passage
+from edgelm.base.passages import Passage
 from edgelm.chats.knowledge.index import Knowledge
 from edgelm.chats.knowledge.quote import system_message
 from edgelm.chats.knowledge.starter import UNKNOWN, starter_answers, starter_passages

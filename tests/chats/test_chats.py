@@ -22,7 +22,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from edgelm.base.workers.messages import Passage
+from edgelm.base.passages import Passage
 from edgelm.chats.attachments import Attachment, images, with_attachments
 from edgelm.chats.export_json import to_json
 from edgelm.chats.export_md import to_markdown

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from edgelm.base.errors import RequestError
-from edgelm.base.workers.messages import Passage
+from edgelm.base.passages import Passage
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.export_html import to_html
 from edgelm.chats.export_md import to_markdown

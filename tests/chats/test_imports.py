@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgelm.base.errors import EdgeLMError, RequestError
-from edgelm.base.workers.messages import Passage
+from edgelm.base.passages import Passage
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.export_json import to_json
 from edgelm.chats.formats import Source

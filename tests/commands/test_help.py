@@ -79,3 +79,14 @@ def test_help_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(("words", "own"), [(["--help"], ""), (["service", "--help"], ""), (["ps", "--help"], "ps")])
+def test_help_imports_no_module_of_another_command(words: list[str], own: str) -> None:
+    code = (
+        f"import sys; sys.argv = ['edgelm', *{words}]; from edgelm.commands.cli import COMMANDS, run_cli; run_cli(); "
+        "print(*(name for name in COMMANDS if f'edgelm.commands.{name}' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    loaded = set(done.stdout.splitlines()[-1].split()) - {"list"}  # has the plain console of the others
+    assert loaded == {own} - {""}

@@ -39,7 +39,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def rm(*names: str) -> None:
-    assert remove_models(names, {}, yes=True, as_json=False) == 0
+    assert remove_models(names, yes=True, as_json=False) == 0
 
 
 def blobs(hub: Path) -> set[bytes]:
@@ -175,7 +175,7 @@ def test_bytes_that_repositories_share_are_freed_by_the_last(hub: Path, capsys: 
 
 def refusal(*names: str) -> str:
     with pytest.raises(EdgeLMError) as caught:
-        remove_models(names, {}, yes=True, as_json=False)
+        remove_models(names, yes=True, as_json=False)
     assert str(caught.value).isprintable()
     return str(caught.value)
 
@@ -239,7 +239,7 @@ def test_a_path_in_the_cache_names_the_model_there(hub: Path) -> None:
 
 def test_without_a_terminal_it_needs_yes(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(hub, "own/m", {"m-Q8_0.gguf": b"a"})
-    assert remove_models(["own/m:Q8_0"], {}, yes=False, as_json=False) == 2
+    assert remove_models(["own/m:Q8_0"], yes=False, as_json=False) == 2
     assert capsys.readouterr().err == "error: rm asks for confirmation, which needs a terminal; add --yes\n"
     assert names(hub) == {"own/m:Q8_0"}
 
@@ -254,14 +254,14 @@ def test_it_asks_on_a_terminal(
     terminal = io.StringIO(answer)
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr("sys.stdin", terminal)
-    assert remove_models(["own/m:Q8_0"], {}, yes=False, as_json=False) == (1 if left else 0)
+    assert remove_models(["own/m:Q8_0"], yes=False, as_json=False) == (1 if left else 0)
     assert "Remove own/m:Q8_0: frees 2.00 MB\n" in capsys.readouterr().err
     assert names(hub) == left
 
 
 def test_json(hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
     snapshot = put(hub, "own/m", {"m-Q8_0.gguf": b"abc"})
-    assert remove_models(["own/m:Q8_0"], {}, yes=True, as_json=True) == 0
+    assert remove_models(["own/m:Q8_0"], yes=True, as_json=True) == 0
     path = str(snapshot / "m-Q8_0.gguf")
     assert json.loads(capsys.readouterr().out) == {
         "removed": [{"name": "own/m:Q8_0", "path": path, "files": [path]}],

@@ -28,12 +28,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def rm(*names: str) -> None:
-    assert remove_models(names, {}, yes=True, as_json=False) == 0
+    assert remove_models(names, yes=True, as_json=False) == 0
 
 
 def refusal(*names: str) -> str:
     with pytest.raises(EdgeLMError) as caught:
-        remove_models(names, {}, yes=True, as_json=False)
+        remove_models(names, yes=True, as_json=False)
     return str(caught.value)
 
 
@@ -84,7 +84,7 @@ def test_a_quantization_removes_only_its_own_download(hub: Path, capsys: pytest.
     put_part(hub, "own/m", b"eight", "m-Q8_0.gguf")
     put_part(hub, "own/m", b"four", "m-Q4_0.gguf")
     assert "edgelm pull own/m:Q5_0" in refusal("own/m:Q5_0")
-    assert remove_models(["own/m:Q8_0"], {}, yes=True, as_json=True) == 0
+    assert remove_models(["own/m:Q8_0"], yes=True, as_json=True) == 0
     document = json.loads(capsys.readouterr().out)
     assert document == {
         "removed": [],
@@ -108,7 +108,7 @@ def test_rm_asks_before_a_download_is_lost(
     answer = io.StringIO("n\n")
     monkeypatch.setattr(answer, "isatty", lambda: True)
     monkeypatch.setattr("sys.stdin", answer)
-    assert remove_models(["own/m"], {}, yes=False, as_json=False) == 1
+    assert remove_models(["own/m"], yes=False, as_json=False) == 1
     assert "Remove the unfinished download of own/m:Q8_0: frees 4 B" in capsys.readouterr().err
     assert part.exists()
 

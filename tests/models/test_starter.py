@@ -17,8 +17,9 @@ import pytest
 from edgelm.backends.build import build
 from edgelm.backends.model import LoadedModel
 from edgelm.base.config import Settings
+from edgelm.base.passages import Passage
 from edgelm.base.workers.grammars import GrammarSpec
-from edgelm.base.workers.messages import EngineJob, Passage
+from edgelm.base.workers.messages import EngineJob
 from edgelm.chats.knowledge.index import Knowledge
 from edgelm.chats.knowledge.quote import system_message
 from edgelm.chats.knowledge.starter import (

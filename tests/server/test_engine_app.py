@@ -20,7 +20,7 @@ from edgelm.base.errors import BusyError, EngineError, RequestError
 from edgelm.engine.core import Event, FinishReason, Sampled, SamplingParams, Stats
 from edgelm.engine.counters import Counters
 from edgelm.jobs.answer import Answerer
-from edgelm.jobs.past import MAX_PAST_CHARS
+from edgelm.jobs.prompts import MAX_PAST_CHARS
 from edgelm.server import answers as module
 from edgelm.server.engine_process.app import EngineParts, engine_app
 from edgelm.server.keys import CLIENT, NAMESPACE

@@ -95,7 +95,6 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], async
             [bind_tcp("127.0.0.1", 0)],
             None,
             ServeOptions([]),
-            lambda: False,
             lambda: None,
             reports.append,
             Remotes(),
@@ -179,7 +178,7 @@ def test_the_front_of_a_chat_tells_the_chat_that_it_saves(
     """The chat waits longer for a front that says so (`Worker.close`)."""
     monkeypatch.setattr(command, "serve", lambda _, __, announce, on_saving: on_saving(2))
     for until_stdin_closes in (True, False):
-        command.serve_models([], {}, ask_key=False, until_stdin_closes=until_stdin_closes, as_json=False, verbose=False)
+        command.serve_models([], flags={}, until_stdin_closes=until_stdin_closes)
     assert capsys.readouterr().out == encode(Saving(2)).decode()
 
 

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edgelm.base.errors import RequestError
-from edgelm.text.stream import MAX_STOPS, TextStream
+from edgelm.text.stream import MAX_STOPS, IndentLimit, TextStream
 from tests.counts import Count
 
 EXAMPLES = Count(test=100, soak=4_000)
@@ -178,3 +178,22 @@ def test_what_is_kept_does_not_grow_with_the_text() -> None:
     assert not stream.stopped
     assert most > 40
     assert size + len(stream.flush().encode()) == len(data)
+
+
+@pytest.mark.parametrize(
+    ("least", "text", "shown"),
+    [
+        (0, "a\nb\n", "a\nb\n"),
+        (4, "a\n    b\n    c", "a\n    b\n    c"),
+        (4, "a\n    b\nc", "a\n    b\n"),
+        (2, "first line is free\n  b\n c", "first line is free\n  b\n "),
+        (2, "a\n\tb", "a\n\t"),
+        (1, "a\n\n b", "a\n"),
+    ],
+)
+@pytest.mark.parametrize("width", [1, 2, 100])
+def test_a_text_ends_at_a_line_with_less_indentation(least: int, text: str, shown: str, width: int) -> None:
+    limit = IndentLimit(least)
+    pieces = [limit.take(text[at : at + width]) for at in range(0, len(text), width)]
+    assert "".join(pieces) == shown
+    assert limit.reached == (shown != text)

@@ -14,9 +14,10 @@ import pytest
 from textual.widgets import OptionList
 
 from edgelm.base.errors import EdgeLMError
-from edgelm.base.workers.messages import Passage
+from edgelm.base.passages import Passage
 from edgelm.chats.history import Message
-from edgelm.chats.knowledge.index import GUIDE, Knowledge
+from edgelm.chats.knowledge import GUIDE
+from edgelm.chats.knowledge.index import Knowledge
 from edgelm.chats.reading import Reading
 from edgelm.tui.commands.table import Suggestion
 from edgelm.tui.dialogs.knowledge import KnowledgeScreen, SendScreen

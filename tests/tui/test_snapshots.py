@@ -18,10 +18,11 @@ from textual.app import App, ComposeResult
 from textual.pilot import Pilot
 from textual.widgets import Input, Label, TextArea
 
-from edgelm.base.workers.messages import Passage
+from edgelm.base.passages import Passage
 from edgelm.chats.history import Chat, Message
+from edgelm.chats.knowledge import GUIDE
 from edgelm.chats.knowledge.files import LeftOut
-from edgelm.chats.knowledge.index import GUIDE, Refreshed
+from edgelm.chats.knowledge.index import Refreshed
 from edgelm.chats.reading import Reading
 from edgelm.chats.store import Store
 from edgelm.client.answer_stream import AnswerStats, stats_to_json

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 
 from edgelm.base.errors import EdgeLMError, RequestError
-from edgelm.chats.knowledge.index import GUIDE, Refreshed
+from edgelm.chats.knowledge import GUIDE
+from edgelm.chats.knowledge.index import Refreshed
 from edgelm.client.reader import names_of, size_words
 from edgelm.client.session import Session
 from edgelm.tui.commands.face import Face

@@ -21,7 +21,8 @@ from textual.screen import ModalScreen
 from textual.widgets import Label, OptionList, Static
 from textual.widgets.option_list import Option
 
-from edgelm.chats.knowledge.index import GUIDE, Refreshed
+from edgelm.chats.knowledge import GUIDE
+from edgelm.chats.knowledge.index import Refreshed
 from edgelm.client.reader import SendQuestion, names_of, size_words
 from edgelm.tui.dialogs.basic import DIALOG_CSS
 from edgelm.tui.hints import Hint, footer

@@ -6,7 +6,7 @@ Owns the order and the words. Knows nothing of how answers are made.
 from __future__ import annotations
 
 from edgelm.chats.history import Message
-from edgelm.chats.knowledge.index import GUIDE
+from edgelm.chats.knowledge import GUIDE
 from edgelm.chats.reading import Reading
 from edgelm.client.answer_stream import AnswerStats
 from edgelm.library.names import STARTER

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from edgelm.base.errors import EdgeLMError
 from edgelm.chats.history import Message
-from edgelm.chats.knowledge.starter import offered_model
 from edgelm.client.endpoint import ModelEntry
 from edgelm.client.reader import guide_roots
 from edgelm.client.session import Session
@@ -46,7 +45,11 @@ def offers(
         better = better or FIRST_CHAT
         return questions if better in listed else [*questions, _pull(better, "Tab gets it")]
     last = messages[-1]
-    name = offered_model(last.text) if last.role == "assistant" and last.state == "done" else None
+    if last.role != "assistant" or last.state != "done":
+        return []
+    from edgelm.chats.knowledge.starter import offered_model  # a chat that begins needs no search
+
+    name = offered_model(last.text)
     return [_pull(name, "Down and Enter get it")] if name else []
 
 

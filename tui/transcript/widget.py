@@ -29,7 +29,7 @@ from textual.strip import Strip
 from textual.timer import Timer
 from textual.widget import Widget
 
-from edgelm.chats.knowledge.index import GUIDE
+from edgelm.chats.knowledge import GUIDE
 from edgelm.library.names import STARTER
 from edgelm.tui.commands.keymap import keymap_of
 from edgelm.tui.commands.table import TRANSCRIPT_KEYS

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from edgelm.base.config import Settings
+from edgelm.base.passages import Passage
 from edgelm.base.workers.grammars import GrammarSpec
 
 Thinking = Literal["auto", "off", "low", "medium", "high"]
 # By the value of `reasoning_effort`, the APIs' name of it.
 EFFORTS: dict[object, Thinking] = {"none": "off", "low": "low", "medium": "medium", "high": "high"}
-SEPARATOR = " › "  # in the name of a passage
-FRAME_CHARS = 30  # around a passage in the system message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,24 +37,6 @@ class Said:
     text: str
     reasoning: str = ""
     images: tuple[str, ...] = ()  # data URLs
-
-
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """A piece of a text, as it stands there: what is read for a question."""
-
-    source: str  # a file name relative to the root that the user named, or a topic of the guide
-    heading: str  # "Install › From a checkout"; empty where there is none
-    text: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.source}{SEPARATOR}{self.heading}" if self.heading else self.source
-
-    @property
-    def size(self) -> int:
-        """Its characters in the system message."""
-        return len(self.name) + len(self.text) + FRAME_CHARS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard, get_args
 
 from edgelm.base.config import SETTINGS
-from edgelm.base.workers.messages import Passage
+from edgelm.base.passages import Passage
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.export_json import FORMAT, VERSION
 from edgelm.chats.history import Role, State

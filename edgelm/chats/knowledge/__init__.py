@@ -2,3 +2,5 @@
 
 Everything happens in this process and on this disk. Knows nothing of models, endpoints and screens.
 """
+
+GUIDE = "edgelm:guide"  # a root that stands for the built-in guide

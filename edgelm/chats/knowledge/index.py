@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from edgelm.base.errors import EdgeLMError
-from edgelm.base.workers.messages import SEPARATOR, Passage
+from edgelm.base.passages import SEPARATOR, Passage
+from edgelm.chats.knowledge import GUIDE
 from edgelm.chats.knowledge.files import LeftOut, Root, real_root
 from edgelm.chats.knowledge.guide import Page, searchable_pages
 from edgelm.chats.knowledge.passages import split_text
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-GUIDE = "edgelm:guide"  # a root that stands for the built-in guide
 KEPT_DAYS = 30  # a root that is not used for so long is forgotten
 NUM_CANDIDATES = 50  # of each ranking
 RANK_OFFSET = 60  # of the fusion: how little the first places differ; the paper's value

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
-from edgelm.base.workers.messages import SEPARATOR, Passage
+from edgelm.base.passages import SEPARATOR, Passage
 from edgelm.chats.knowledge.outline import Mark, Outline, outline
 
 MAX_CHARS = 1_200  # of a passage: a few hundred tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from edgelm.base.workers.messages import Passage
+from edgelm.base.passages import Passage
 
 SHARE = 4  # of the context: a quarter; the conversation and the answer need the rest
 CHARS_PER_TOKEN = 3  # English prose has 4; files hold code and other languages

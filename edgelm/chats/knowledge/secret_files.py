@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from fnmatch import translate
+from functools import cache
 
 # Names in lower case. Hidden files, such as .env and .netrc, are never read; these are names without a dot.
 _NAMES = (
@@ -29,7 +30,6 @@ _PAGES_AND_CODE = tuple(
     ".md .markdown .rst .adoc .tex .html .py .pyi .js .mjs .jsx .ts .tsx .go .rs .c .h .cc .cpp .hpp .java .kt .swift "
     ".cs .rb .php .sh .sql".split()
 )
-_NAME, _NAME_PART = (re.compile("|".join(map(translate, names))) for names in (_NAMES, _NAME_PARTS))
 _FOLDERS = frozenset(".ssh .gnupg .aws .azure .kube .docker .password-store .pki .electrum .bitcoin".split())
 
 # Folder and file, where the name of the file alone says nothing.
@@ -49,10 +49,18 @@ _KEY_INSIDE = re.compile(
 )
 
 
+@cache
+def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Compile the patterns of names and of parts; that takes 15 ms, so it waits for the first name."""
+    name, part = (re.compile("|".join(map(translate, names))) for names in (_NAMES, _NAME_PARTS))
+    return name, part
+
+
 def is_secret_name(name: str) -> bool:
     """Tell whether a file holds a secret, as its name says."""
     name = name.lower()
-    return bool(_NAME.match(name) or (_NAME_PART.match(name) and not name.endswith(_PAGES_AND_CODE)))
+    whole, part = _patterns()
+    return bool(whole.match(name) or (part.match(name) and not name.endswith(_PAGES_AND_CODE)))
 
 
 def is_secret_folder(name: str) -> bool:

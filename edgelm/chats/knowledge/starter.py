@@ -9,9 +9,10 @@ import functools
 import re
 from collections.abc import Sequence
 
-from edgelm.base.workers.messages import Passage
+from edgelm.base.passages import Passage
+from edgelm.chats.knowledge import GUIDE
 from edgelm.chats.knowledge.guide import searchable_pages
-from edgelm.chats.knowledge.index import GUIDE, Knowledge
+from edgelm.chats.knowledge.index import Knowledge
 from edgelm.chats.knowledge.languages import LINES, in_english, language_of
 from edgelm.chats.knowledge.passages import split_text
 from edgelm.chats.knowledge.quote import MOST_CHARS, fitting, share_of_context

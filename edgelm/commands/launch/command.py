@@ -13,8 +13,9 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Annotated, Literal, NoReturn
 
+import typer
 from rich import progress as rich_progress
 from rich.console import Console
 from rich.table import Table
@@ -23,6 +24,7 @@ from edgelm.base.atomic import atomic_write
 from edgelm.base.config import Config, load_config
 from edgelm.base.errors import EdgeLMError, ModelError, UsageError
 from edgelm.base.runtime import FrontRecord, agents_run, note_agent
+from edgelm.commands.flags import Json
 from edgelm.commands.launch.agents import AGENTS, LEAST_CONTEXT, Agent, find_agent
 from edgelm.commands.launch.server import (
     NO_KEY,
@@ -83,14 +85,43 @@ def show_agents(*, as_json: bool) -> None:
 
 
 def launch_agent(
-    name: str, arguments: list[str], modes: dict[Mode, bool], *, model: str | None, ctx: int | None, as_json: bool
+    agent: Annotated[
+        str | None, typer.Argument(metavar="AGENT", help="None: show which there are.", show_default=False)
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ARGS]", help="Arguments of the agent.", show_default=False)
+    ] = None,
+    *,
+    model: Annotated[
+        str | None, typer.Option(help="The model: a name, a file, or a folder.", show_default=False)
+    ] = None,
+    ctx: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of context (default: as the agent needs).", show_default=False)
+    ] = None,
+    show: Annotated[bool, typer.Option("--print", help="Show the command and the environment; start nothing.")] = False,
+    write: Annotated[
+        bool, typer.Option("--config", help="Write the model into the agent's own files; start nothing.")
+    ] = False,
+    restore: Annotated[
+        bool, typer.Option("--restore", help="Put the agent's files back as they were before --config.")
+    ] = False,
+    as_json: Json = False,
 ) -> None:
-    """Replace this process by an agent on a model, or do what the mode says. Raises EdgeLMError."""
+    """Replace this process by an agent on a model, or show the agents, or do what the mode says. Raises EdgeLMError."""
+    if agent is None:
+        show_agents(as_json=as_json)
+        return
+    modes: dict[Mode, bool] = {"print": show, "config": write, "restore": restore}
     given = [mode for mode, is_given in modes.items() if is_given]
     if len(given) > 1:
         raise UsageError(f"--{given[0]} and --{given[1]} exclude each other")
-    agent, config = find_agent(name), load_config({})
-    mode = given[0] if given else None
+    _launch(find_agent(agent), arguments or [], given[0] if given else None, model=model, ctx=ctx, as_json=as_json)
+
+
+def _launch(
+    agent: Agent, arguments: list[str], mode: Mode | None, *, model: str | None, ctx: int | None, as_json: bool
+) -> None:
+    config = load_config({})
     if mode == "restore":
         _restore(agent, config)
         return

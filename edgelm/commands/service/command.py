@@ -7,12 +7,15 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from edgelm.base.config import Config, load_config
 from edgelm.base.errors import EdgeLMError
 from edgelm.base.places import variables_of_a_shell
+from edgelm.commands.flags import Flags, Json, SettingsOf
 from edgelm.commands.service.launchd import Launchd
 from edgelm.commands.service.system import Definition, Manager
 from edgelm.commands.service.systemd import Systemd
@@ -21,7 +24,12 @@ from edgelm.server.keys import read_key_file
 UNSEEN = ("--", "EDGELM_")  # sources of settings that a service does not have
 
 
-def install_service(flags: Mapping[str, object], *, linger: bool, show: bool) -> None:
+def install_service(
+    flags: Annotated[Flags, SettingsOf("service")],
+    *,
+    linger: Annotated[bool, typer.Option("--linger", help="Keep it after log-out (systemd).")] = False,
+    show: Annotated[bool, typer.Option("--print", help="Show the files; write and start nothing.")] = False,
+) -> None:
     """Write and start the service, or with `show` print its files. Raises EdgeLMError."""
     config = load_config(flags)
     manager, definition = _manager(config), _definition(config)
@@ -45,7 +53,7 @@ def remove_service() -> None:
     print("\n".join(lines) if lines else "the service is not installed")
 
 
-def show_service(*, as_json: bool) -> int:
+def show_service(*, as_json: Json = False) -> int:
     """Print the state of the service; return the exit code: 3, as systemctl's, if it is not installed."""
     states = _manager(load_config({})).state()
     if as_json:
@@ -58,9 +66,13 @@ def show_service(*, as_json: bool) -> int:
     return 0 if states else 3
 
 
-def show_logs(num_lines: int, *, follow: bool) -> None:
+def show_logs(
+    lines: Annotated[int, typer.Option("-n", "--lines", min=1, max=100_000, help="How many of the last lines.")] = 100,
+    *,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on with new ones.")] = False,
+) -> None:
     """Become the command that shows the service's log. Raises EdgeLMError."""
-    command = _manager(load_config({})).logs(num_lines, follow=follow)
+    command = _manager(load_config({})).logs(lines, follow=follow)
     program = shutil.which(command[0])
     if program is None:
         raise EdgeLMError(f"there is no {command[0]} on this machine")

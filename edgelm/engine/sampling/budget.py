@@ -22,7 +22,7 @@ class _Thought:
     spent: int = 0  # tokens of thoughts
     closing: int = 0  # tokens of the forced end so far
     partial: bytes = b""  # of a character that is not complete
-    tail: bytes = b""  # the last tokens, spelled, as far as a marker may begin there
+    tail: bytes = b""  # the end of the text, as long as it may be the start of a marker
 
 
 class BudgetMatcher:
@@ -105,7 +105,7 @@ class BudgetMatcher:
     def accept(self, token: int) -> None:
         if self._inner and self._reads(self._thought):
             self._inner.accept(token)
-        self._thought = self._after(self._thought, token)
+        self._thought = self._advanced(self._thought, token)
 
     def _reads(self, thought: _Thought) -> bool:
         """Whether the inner grammar reads the next token."""
@@ -123,7 +123,7 @@ class BudgetMatcher:
         thought = self._thought
         yield thought
         for token in draft:
-            thought = self._after(thought, token)
+            thought = self._advanced(thought, token)
             yield thought
 
     def _forced(self, thought: _Thought, draft: list[int]) -> int | None:
@@ -142,7 +142,7 @@ class BudgetMatcher:
         assert self._inner
         return self._inner.allowed([*draft, token]) > len(draft)
 
-    def _after(self, thought: _Thought, token: int) -> _Thought:
+    def _advanced(self, thought: _Thought, token: int) -> _Thought:
         text = thought.tail + self._spelled(token)
         tail = text[-max(len(self._start), len(self._end)) :]
         if not thought.open:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
@@ -21,8 +21,10 @@ from edgelm.base.workers.parent import in_daemon_thread
 from edgelm.engine.core import Masks, Matcher
 from edgelm.engine.sampling.grammar_checker import MAX_WORKERS, GrammarChecker
 from edgelm.engine.sampling.grammar_limits import first_line, parser_limits
-from edgelm.engine.sampling.unique import Pieces, UniqueMatcher
 from edgelm.engine.sampling.unique_lists import Lists
+
+if TYPE_CHECKING:
+    from edgelm.engine.sampling.unique import Pieces
 
 MAX_GRAMMARS = 64  # compiled or refused ones that are kept, least recently used out first; each takes 0.2 MB or more
 MAX_TOKEN_BYTES = 1000  # llguidance panics at a token of 1,024
@@ -136,7 +138,11 @@ class Grammar:
 
     def matcher(self) -> Matcher:
         """Return the state of a new answer."""
-        return UniqueMatcher(GrammarMatcher(self), *self._unique) if self._unique else GrammarMatcher(self)
+        if not self._unique:
+            return GrammarMatcher(self)
+        from edgelm.engine.sampling.unique import UniqueMatcher  # few schemas say uniqueItems
+
+        return UniqueMatcher(GrammarMatcher(self), *self._unique)
 
     def copy(self) -> LLMatcher:
         return self._initial.deep_copy()
@@ -212,6 +218,8 @@ class GrammarCompiler:
         if not checked.unique:
             return Grammar(build, self._executor, checked.relaxed)
         if self._pieces is None:
+            from edgelm.engine.sampling.unique import Pieces
+
             self._pieces = Pieces(self._vocabulary.num_tokens, self._vocabulary.piece)
         return Grammar(build, self._executor, checked.relaxed, (json.loads(checked.unique), self._pieces))
 

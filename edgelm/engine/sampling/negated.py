@@ -95,10 +95,10 @@ def without_strings(strings: Sequence[str]) -> str | None:
     """Return the pattern of all strings but these; None: they are too many."""
     if len(strings) > _MAX_STRINGS or not strings:
         return None if strings else "^(.|\\n)*$"
-    return f"^({_without(sorted(set(strings)))})$"
+    return f"^({_pattern_without(sorted(set(strings)))})$"
 
 
-def _without(strings: Sequence[str]) -> str:
+def _pattern_without(strings: Sequence[str]) -> str:
     firsts = sorted({text[0] for text in strings if text})
     parts = [] if "" in strings else [""]
     if firsts:
@@ -108,7 +108,7 @@ def _without(strings: Sequence[str]) -> str:
         parts.append("(.|\\n)+")
     for first in firsts:
         rest = [text[1:] for text in strings if text[:1] == first]
-        parts.append(f"{re.escape(first)}({_without(rest)})")
+        parts.append(f"{re.escape(first)}({_pattern_without(rest)})")
     return "|".join(parts)
 
 
@@ -150,7 +150,7 @@ def _of_keyword(key: str, schema: dict[str, Any], root: Mapping[str, Any], types
         case "not", _:
             return value
         case "required", list():
-            return _any([{"type": "object", "properties": {str(name): False}} for name in value])
+            return _any_of([{"type": "object", "properties": {str(name): False}} for name in value])
         case "pattern", str():
             wrong = _without_starts(value)
             return {"type": "string", "pattern": wrong} if wrong else None
@@ -172,12 +172,12 @@ def _of_parts(
                 return None
             return False if any(part is False for part in parts) else {"allOf": [p for p in parts if p is not True]}
         case "allOf", list():
-            return _any([inverse(part, types) for part in value])
+            return _any_of([inverse(part, types) for part in value])
         case "$ref", _ if schema.keys() - _NOTES != {"$ref"}:
             return inverse({"$ref": value}, types)
         case "properties", dict():
             found = [(name, inverse(part, TYPES)) for name, part in value.items()]
-            return _any(
+            return _any_of(
                 [
                     part
                     if part is None or part is False
@@ -194,18 +194,18 @@ def _of_parts(
     return None
 
 
-def _any(parts: Sequence[Any]) -> Any:
+def _any_of(parts: Sequence[Any]) -> Any:
     left = [part for part in parts if part is not None and part is not False]
     if not left:
         return None if None in parts else False
     return True if True in left else {"anyOf": left} if len(left) > 1 else left[0]
 
 
-def _less(key: str, kind: str) -> Callable[[Any], Any]:
+def _one_less(key: str, kind: str) -> Callable[[Any], Any]:
     return lambda value: {"type": kind, key: value - 1} if value > 0 else False
 
 
-def _more(key: str, kind: str) -> Callable[[Any], Any]:
+def _one_more(key: str, kind: str) -> Callable[[Any], Any]:
     return lambda value: {"type": kind, key: value + 1}
 
 
@@ -214,12 +214,12 @@ _LIMITS: dict[str, Callable[[Any], Any]] = {
     "maximum": lambda value: {"type": "number", "exclusiveMinimum": value},
     "exclusiveMinimum": lambda value: {"type": "number", "maximum": value},
     "exclusiveMaximum": lambda value: {"type": "number", "minimum": value},
-    "minLength": _less("maxLength", "string"),
-    "maxLength": _more("minLength", "string"),
-    "minItems": _less("maxItems", "array"),
-    "maxItems": _more("minItems", "array"),
-    "minProperties": _less("maxProperties", "object"),
-    "maxProperties": _more("minProperties", "object"),
+    "minLength": _one_less("maxLength", "string"),
+    "maxLength": _one_more("minLength", "string"),
+    "minItems": _one_less("maxItems", "array"),
+    "maxItems": _one_more("minItems", "array"),
+    "minProperties": _one_less("maxProperties", "object"),
+    "maxProperties": _one_more("minProperties", "object"),
 }
 
 

@@ -209,7 +209,7 @@ def _draw(row: Floats, top: np.float32, params: SamplingParams, position: int, w
         ids = kept if ids is None else ids[kept]
         weights = weights[kept]
     sums = _running_sums(weights)
-    drawn = _crossing(weights, sums, uniform(params.seed, position, params.choice) * float(sums[-1]))
+    drawn = _index_past(weights, sums, uniform(params.seed, position, params.choice) * float(sums[-1]))
     return drawn if ids is None else int(ids[drawn])
 
 
@@ -224,7 +224,7 @@ def _running_sums(weights: Floats) -> NDArray[np.float64]:  # [ceil(n / _BLOCK)]
     return np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64))
 
 
-def _crossing(weights: Floats, sums: NDArray[np.float64], target: float) -> int:
+def _index_past(weights: Floats, sums: NDArray[np.float64], target: float) -> int:
     """Return the first index at which the running sum exceeds `target`; `sums` are its values at the ends of blocks."""
     block = int(np.searchsorted(sums, target, side="right"))
     start = block * _BLOCK
@@ -252,7 +252,7 @@ def _nucleus(
         sums = _running_sums(sorted_weights)
         if sums[-1] > bound:
             break
-    count = _crossing(sorted_weights, sums, bound) + 1
+    count = _index_past(sorted_weights, sums, bound) + 1
     return kept[_first(values[kept], descending[count - 1], count)]
 
 

@@ -49,24 +49,24 @@ def for_llguidance(schema: dict[str, Any], *, lenient: bool) -> dict[str, Any]:
     that it cannot enforce, and warns.
     """
     options: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    known: dict[str, Any] = _without(schema, lambda key, item: key == "format" and item not in FORMATS)
+    known: dict[str, Any] = _without_keywords(schema, lambda key, item: key == "format" and item not in FORMATS)
     return known | {"x-guidance": {**options, "lenient": lenient}}
 
 
 def without_patterns(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema without the regexes for strings."""
-    weaker: dict[str, Any] = _without(schema, lambda key, _: key == "pattern")
+    weaker: dict[str, Any] = _without_keywords(schema, lambda key, _: key == "pattern")
     return weaker
 
 
-def _without(value: Any, unwanted: Callable[[str, str], bool]) -> Any:
+def _without_keywords(value: Any, unwanted: Callable[[str, str], bool]) -> Any:
     """Return a schema without those keywords. Only text is asked about: a property may have a keyword's name."""
     if isinstance(value, list):
-        return [_without(item, unwanted) for item in value]
+        return [_without_keywords(item, unwanted) for item in value]
     if not isinstance(value, dict):
         return value
     return {
-        key: item if key in _VALUES else _without(item, unwanted)
+        key: item if key in _VALUES else _without_keywords(item, unwanted)
         for key, item in value.items()
         if not (isinstance(item, str) and unwanted(key, item))
     }

@@ -140,7 +140,7 @@ class _Stronger:
         rest_key = "additionalItems" if key == "items" and isinstance(schema.get("items"), list) else "items"
         rest = schema.get(rest_key, True)
         first = _list(schema.get(key))
-        head = [_both(one, part) for one in [*first, *[rest] * least][:least]]
+        head = [_both_of(one, part) for one in [*first, *[rest] * least][:least]]
         if head:
             first = [*head, *first[least:]]
             schema["minItems"] = max(least, schema.get("minItems", 0))
@@ -150,8 +150,8 @@ class _Stronger:
                 schema["maxItems"] = min(most, schema.get("maxItems", most))
             else:
                 other = self.of(other)
-                first = [*first[:least], *(_both(one, other) for one in first[least:])]
-                rest = _both(rest, other)
+                first = [*first[:least], *(_both_of(one, other) for one in first[least:])]
+                rest = _both_of(rest, other)
         if not first:
             schema["items"] = rest
         elif key == "items":
@@ -181,7 +181,7 @@ class _Stronger:
         patterns = schema.pop("patternProperties", None) or {}
         if isinstance(names, list):
             schema["properties"] = {
-                name: _all(
+                name: _all_of(
                     [
                         *([own[name]] if name in own else []),
                         *(one for pattern, one in patterns.items() if _matches(pattern, name)),
@@ -203,10 +203,10 @@ class _Stronger:
             return
         own = schema.get("properties") or {}
         schema["properties"] = {
-            name: _all([one, *(part for pattern, part in patterns.items() if _matches(pattern, name))])
+            name: _all_of([one, *(part for pattern, part in patterns.items() if _matches(pattern, name))])
             for name, one in own.items()
         }
-        schema["patternProperties"] = {next(iter(patterns)): _all(list(patterns.values()))}
+        schema["patternProperties"] = {next(iter(patterns)): _all_of(list(patterns.values()))}
         schema["additionalProperties"] = False
 
     def _dependencies(self, schema: dict[str, Any], more: list[Any]) -> None:
@@ -228,11 +228,11 @@ class _Stronger:
         if not given or (then in (True, {}) and other in (True, {})):
             return
         reverse = negated(condition, self._root)
-        last = _all([then, other]) if reverse is None else _all([reverse, other])
+        last = _all_of([then, other]) if reverse is None else _all_of([reverse, other])
         if last is not False:
-            more.append({"anyOf": [_all([condition, then]), last]})
+            more.append({"anyOf": [_all_of([condition, then]), last]})
         else:
-            more.append(_all([condition, then]))
+            more.append(_all_of([condition, then]))
 
     def _switch(self, schema: dict[str, Any]) -> list[Any]:
         """Take several conditions out of `allOf`, of which at most one can be true; return them as alternatives."""
@@ -247,8 +247,8 @@ class _Stronger:
             return []
         others = [negated(case["if"], self._root) for case in cases]
         schema["allOf"] = [part for part in parts if part not in cases]
-        alternatives = [_all([{"type": "object", "required": required}, case["if"], case["then"]]) for case in cases]
-        return [{"anyOf": alternatives if None in others else [*alternatives, _all(others)]}]
+        alternatives = [_all_of([{"type": "object", "required": required}, case["if"], case["then"]]) for case in cases]
+        return [{"anyOf": alternatives if None in others else [*alternatives, _all_of(others)]}]
 
     def _num_properties(self, schema: dict[str, Any], more: list[Any]) -> None:
         """Require properties, or leave some out, where their number is limited: llguidance counts required ones."""
@@ -304,7 +304,7 @@ class _Stronger:
                 if other != index and not disjoint(shapes[index], shape, self._root):
                     whole.append(negated(shape, self._root, types_of(shapes[index])))
             if None not in whole and False not in whole:
-                alternatives.append(_all(whole))
+                alternatives.append(_all_of(whole))
         if not alternatives:
             return
         del schema["oneOf"]
@@ -388,11 +388,11 @@ def _is_older(root: Mapping[str, Any]) -> bool:
     return bool(re.search(r"draft-0[3-7]|draft/2019", str(root.get("$schema", ""))))
 
 
-def _both(one: Any, other: Any) -> Any:
-    return _all([one, other])
+def _both_of(one: Any, other: Any) -> Any:
+    return _all_of([one, other])
 
 
-def _all(parts: Sequence[Any]) -> Any:
+def _all_of(parts: Sequence[Any]) -> Any:
     """Return the schema of what conforms to all parts."""
     left = [part for part in parts if part is not True and part != {}]
     if any(part is False for part in left):

@@ -122,7 +122,7 @@ class _Reader:
     def _byte(self, byte: int) -> bool:
         self._before = (self._before + bytes((byte,)))[-self._longest :]
         if not self.frames:
-            self._outside(byte)
+            self._read_outside(byte)
             return True
         top = self.frames[-1]
         if self._in_string:
@@ -144,12 +144,12 @@ class _Reader:
             self._open(byte)
             return True
         if byte == top.closed_by:
-            apart = self._ended(top)
+            apart = self._end_item(top)
             self.frames.pop()
             self._add(byte)
             return apart and (not self.frames or self._whole(self.frames[-1]))
         if byte == ord(","):
-            apart = self._ended(top)
+            apart = self._end_item(top)
             self._add(byte)
             top.item.clear()
             return apart and self._is_left(top)
@@ -158,7 +158,7 @@ class _Reader:
             top.item = top.item.rstrip(_SPACE)
         return self._may_follow(top)
 
-    def _outside(self, byte: int) -> None:
+    def _read_outside(self, byte: int) -> None:
         """Read text, of which nothing is known but that JSON has no line break in a string."""
         if byte == ord("["):
             self._open(byte)
@@ -200,7 +200,7 @@ class _Reader:
         """Return whether a string, a list or an object, which is complete, is no item that was there."""
         return not top.unique or _canonical(top.item) not in top.seen
 
-    def _ended(self, top: _Frame) -> bool:
+    def _end_item(self, top: _Frame) -> bool:
         """Note the item before a comma or the end; return whether it is a new one."""
         if not top.unique or not top.item:
             return True
@@ -260,11 +260,11 @@ class UniqueMatcher:
         return self._error or self._inner.error
 
     def allowed(self, draft: list[int]) -> int:
-        return self._apart(draft[: self._inner.allowed(draft)])
+        return self._num_distinct(draft[: self._inner.allowed(draft)])
 
     def forced(self, most: int) -> list[int]:
         forced = self._inner.forced(most)
-        return forced[: self._apart(forced)]
+        return forced[: self._num_distinct(forced)]
 
     def fill(self, draft: list[int], rows: Masks) -> None:
         self._inner.fill(draft, rows)
@@ -285,7 +285,7 @@ class UniqueMatcher:
     def _piece(self, token: int) -> bytes:
         return self._pieces.pieces[token] if token < len(self._pieces.pieces) else b""
 
-    def _apart(self, tokens: list[int]) -> int:
+    def _num_distinct(self, tokens: list[int]) -> int:
         """Return how many of the tokens leave all items apart."""
         reader = self._reader.copy()
         for count, token in enumerate(tokens):

@@ -22,7 +22,7 @@ from edgelm.engine.speculation.acceptance import DEPTHS, MAX_DRAFT, Acceptance, 
 from edgelm.engine.speculation.ngram_counts import NOTHING, NgramCounts, look_up
 from edgelm.engine.speculation.past_answers import NamespaceAnswers, PastAnswers
 
-SAFETY_MARGIN = 1.2  # a token must be worth so many times its cost: estimates err, and we take the best of them
+SAFETY_MARGIN = 1.2  # a token must be worth this multiple of its cost: estimates err, and we take the best of them
 RATE_STEPS = 30  # steps over which the rate of tokens is averaged
 PAST_FADE = 0.998  # per step, of the rate of all conversations
 FIRST_STEPS = 10  # weight of the rate of all conversations in a new one
@@ -110,7 +110,7 @@ class _Conversation:
         return len(self.text) - self.skipped
 
     def count(self, num_tokens: int) -> None:
-        """Count at most so many more tokens."""
+        """Count at most `num_tokens` more tokens."""
         stop = min(self.counted + num_tokens, len(self.text))
         self.counts.add(self.text, self.counted, stop)
         self.counted = stop

@@ -10,17 +10,19 @@ import os
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from edgelm.checkpoints.encoder import is_encoder_folder
-
 KEPT = 4  # files, the last used ones
 GGUF = ".gguf"
 
 
 def with_gguf(model: Path, cache: Path) -> Path:
     """Return the GGUF for the folder of a BERT, and any other model as it is. Raises EdgeLMError."""
-    if not (model.is_dir() and is_encoder_folder(model)):
+    if not model.is_dir():
         return model
-    from edgelm.making.conversion.convert import content_key, convert_folder, open_source  # most models are GGUFs
+    from edgelm.checkpoints.encoder import is_encoder_folder  # most models are GGUFs
+
+    if not is_encoder_folder(model):
+        return model
+    from edgelm.making.conversion.convert import content_key, convert_folder, open_source
     from edgelm.making.conversion.gguf_file import disk_errors
 
     with ExitStack() as resources:

@@ -96,21 +96,33 @@ def measure(
         resources.callback(runner.close)
         tokenizer = LlamaTokenizer.of_model(native.native, native)
         windows = _windows(calibration_tokens(tokenizer, text, chats, max_tokens), tokenizer, runner.window)
-        saved_at = time.monotonic()
-        progress(statistics.num_chunks, len(windows))
-        ends_at = math.inf if limit_s is None else saved_at + limit_s
-        for window in windows[statistics.num_chunks :]:
-            if statistics.num_chunks >= LEAST_WINDOWS and time.monotonic() >= ends_at:
-                break
-            runner.run(window)
-            statistics.num_chunks += 1
-            progress(statistics.num_chunks, len(windows))
-            if kept and time.monotonic() - saved_at > SAVE_EVERY_S:
-                kept.save(statistics, len(windows))
-                saved_at = time.monotonic()
-        if kept:
-            kept.save(statistics, len(windows))
+        _run_windows(runner, statistics, windows, kept, limit_s, progress)
     return statistics
+
+
+def _run_windows(
+    runner: _Runner,
+    statistics: Statistics,
+    windows: Sequence[Sequence[int]],
+    kept: _Kept | None,
+    limit_s: float | None,
+    progress: Progress,
+) -> None:
+    """Run the windows that are not in the statistics yet, and keep these from time to time and at the end."""
+    saved_at = time.monotonic()
+    progress(statistics.num_chunks, len(windows))
+    ends_at = math.inf if limit_s is None else saved_at + limit_s
+    for window in windows[statistics.num_chunks :]:
+        if statistics.num_chunks >= LEAST_WINDOWS and time.monotonic() >= ends_at:
+            break
+        runner.run(window)
+        statistics.num_chunks += 1
+        progress(statistics.num_chunks, len(windows))
+        if kept and time.monotonic() - saved_at > SAVE_EVERY_S:
+            kept.save(statistics, len(windows))
+            saved_at = time.monotonic()
+    if kept:
+        kept.save(statistics, len(windows))
 
 
 def _check(gguf: GGUF) -> None:

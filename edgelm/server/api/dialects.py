@@ -82,7 +82,7 @@ class AnswerDialect(Dialect):
 
 def _of_other_apis(data: Mapping[str, Any], model: type[Body], table: Table) -> list[str]:
     given = {name for name, value in data.items() if value not in (None, False, "", [], {})}
-    return sorted((given & _known()) - model.model_fields.keys() - table.ignored.keys() - table.refused.keys())
+    return sorted((given & _all_fields()) - model.model_fields.keys() - table.ignored.keys() - table.refused.keys())
 
 
 _CHAT = AnswerDialect(
@@ -173,7 +173,7 @@ POOLED = {
 
 
 @cache
-def _known() -> frozenset[str]:
+def _all_fields() -> frozenset[str]:
     """Return the fields that any API for answers implements or refuses."""
     tables = [(dialect.model, dialect.table) for dialect in DIALECTS.values()] + [(ollama.Options, OLLAMA_OPTIONS)]
     return frozenset(name for model, table in tables for name in model.model_fields.keys() | table.refused.keys())

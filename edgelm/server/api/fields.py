@@ -228,12 +228,12 @@ class GrammarFields(Body):
         specs = {
             "response_format": _response_format(self.response_format),
             "structured_outputs.json": _schema(outputs.json_, "structured_outputs.json"),
-            "structured_outputs.regex": _of("regex", outputs.regex),
+            "structured_outputs.regex": _spec_of("regex", outputs.regex),
             "structured_outputs.choice": _choice(outputs.choice, "structured_outputs.choice"),
             "structured_outputs.grammar": _grammar(outputs.grammar),
             "structured_outputs.json_object": GrammarSpec("json_object") if outputs.json_object else None,
             "guided_json": _schema(self.guided_json, "guided_json"),
-            "guided_regex": _of("regex", self.guided_regex),
+            "guided_regex": _spec_of("regex", self.guided_regex),
             "guided_choice": _choice(self.guided_choice, "guided_choice"),
             "guided_grammar": _grammar(self.guided_grammar),
             "grammar": _grammar(self.grammar or None),
@@ -282,7 +282,7 @@ def schema_spec(schema: dict[str, Any], *, strict: bool = True) -> GrammarSpec:
     return GrammarSpec("json_schema", json.dumps(schema, ensure_ascii=False), strict)
 
 
-def _of(kind: GrammarKind, source: str | None) -> GrammarSpec | None:
+def _spec_of(kind: GrammarKind, source: str | None) -> GrammarSpec | None:
     return None if source is None else GrammarSpec(kind, source)
 
 

@@ -31,7 +31,7 @@ class OptionalModel(KeepAliveFields):
 
     @field_validator("model", mode="before")
     @classmethod
-    def _none(cls, value: object) -> object:
+    def _null_as_empty(cls, value: object) -> object:
         return "" if value is None else value
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from edgelm.text.encoding import TextEncoder
     from edgelm.text.tokenizer import Tokenizer
 
-MAX_TEXT_BYTES = 2**20  # llama.cpp takes quadratic time for some texts: 20 s for so many bytes
+MAX_TEXT_BYTES = 2**20  # llama.cpp takes quadratic time for some texts: 20 s for this size
 Prepare = Callable[[AnswerRequest], Awaitable["Prepared"]]
 
 

@@ -106,7 +106,7 @@ class MessagesRequest(GrammarFields, SamplingFields, KeepAliveFields):
 
     @property
     def dropped_tools(self) -> list[str]:
-        """The names of the tools that nobody runs here."""
+        """The names of the tools that only Anthropic runs."""
         return [str(tool.get("name") or tool.get("type")) for tool in self.tools or () if not _is_ours(tool)]
 
     def answer_requests(self) -> list[AnswerRequest]:

@@ -98,7 +98,7 @@ class ResponsesRequest(GrammarFields, SamplingFields, KeepAliveFields):
 
     @property
     def dropped_tools(self) -> list[str]:
-        """The types of the tools that nobody runs here."""
+        """The types of the tools that only OpenAI runs."""
         return sorted({str(tool.get("type")) for tool in self.tools or ()} - set(CLIENT_TOOLS))
 
     @property
@@ -241,13 +241,13 @@ def _messages(items: Sequence[dict[str, Any]], shown_names: Mapping[tuple[str, s
                 turn = {}
             _extend(turn, item, kind, where, shown_names)
         elif kind == "message":
-            yield from _ended(turn)
+            yield from _finished_turn(turn)
             turn = {}
             if item.get("role") not in ("user", "system", "developer"):
                 raise ApiError(400, "invalid_value", f"{where}.role is not known", param=f"{where}.role")
             yield {"role": item["role"], "content": _text(item.get("content"), f"{where}.content")}
         elif kind in ("function_call_output", "custom_tool_call_output"):
-            yield from _ended(turn)
+            yield from _finished_turn(turn)
             turn = {}
             output = _text(item.get("output"), f"{where}.output")
             yield {"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": output}
@@ -255,10 +255,10 @@ def _messages(items: Sequence[dict[str, Any]], shown_names: Mapping[tuple[str, s
             raise ApiError(400, "invalid_type", f"{where}.type is missing", param=f"{where}.type")
         elif kind not in SKIPPED and not kind.endswith(SKIPPED_ENDINGS):
             raise ApiError(400, "invalid_value", f"{where}: items of type {kind[:40]!r} are not supported", param=where)
-    yield from _ended(turn)
+    yield from _finished_turn(turn)
 
 
-def _ended(turn: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _finished_turn(turn: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if turn:
         yield _assistant(turn)
 

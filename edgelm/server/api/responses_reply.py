@@ -23,7 +23,7 @@ from edgelm.text.parse import Args, CallBegin, CallEnd, Content, Part, Reasoning
 
 FUNCTION_KEYS = ("description", "parameters", "strict")
 FORMAT_KEYS = ("name", "description", "schema", "strict")
-MAX_HOSTED_LEN = 64 * 2**10  # characters of the tools that nobody runs here, in a response
+MAX_HOSTED_LEN = 64 * 2**10  # characters, in a response, of the tools that only OpenAI runs
 INCOMPLETE = {"length": "max_output_tokens", "context": "max_output_tokens"}
 
 
@@ -71,7 +71,7 @@ class ResponsesReply:
         self._streams = True
         # Tokens whose log-probabilities are shown: of the open message, and those whose text has not come yet.
         self._sampled: list[Sampled] = []
-        self._held: list[Sampled] = []
+        self._part_samples: list[Sampled] = []
         # Their JSON, an entry a token, by the text in its place: four events repeat all of a message's.
         self._entries: dict[str, list[bytes]] = {}
 
@@ -99,7 +99,7 @@ class ResponsesReply:
 
     def delta(self, delta: AnswerDelta) -> bytes:
         if self._request.num_logprobs is not None:
-            self._held += delta.sampled
+            self._part_samples += delta.sampled
         events = b"".join(map(self._part, delta.parts))
         if delta.reason is None:
             return events
@@ -117,7 +117,7 @@ class ResponsesReply:
         return self._final(deltas[-1])
 
     def _part(self, part: Part) -> bytes:
-        sampled, self._held = self._held, []  # those of other parts are not shown
+        sampled, self._part_samples = self._part_samples, []  # those of other parts are not shown
         match part:
             case Reasoning(text, _):
                 return self._begin("reasoning") + self._append_reasoning(text)

@@ -11,16 +11,16 @@ from typing import Any
 LEAST_TOP_P = 1e-9  # only the most probable token, as 0 means to OpenAI, llama.cpp and Ollama
 
 
-def _below(limit: int, value: Any) -> Any:
+def _none_below(limit: int, value: Any) -> Any:
     return None if isinstance(value, int) and not isinstance(value, bool) and value < limit else value
 
 
 def _not_positive(value: Any) -> Any:
-    return _below(1, value)
+    return _none_below(1, value)
 
 
 def _negative(value: Any) -> Any:
-    return _below(0, value)
+    return _none_below(0, value)
 
 
 def _least_top_p(value: Any) -> Any:

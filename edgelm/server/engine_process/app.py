@@ -37,7 +37,6 @@ from edgelm.server.api.json_body import read_json
 from edgelm.server.api.llama_texts import TextRequest
 from edgelm.server.bodies import Bodies
 from edgelm.server.engine_process.events import event_routes
-from edgelm.server.engine_process.kind import require_kind
 from edgelm.server.engine_process.open_answers import OpenAnswers, counted
 from edgelm.server.engine_process.pooled import pooled_routes
 from edgelm.server.keys import CLIENT, NAMESPACE, USAGE
@@ -165,7 +164,7 @@ async def _prepare(
 
 
 async def _prepare_one(parts: EngineParts, request: Request, model: str, answer: AnswerRequest) -> Prepared:
-    require_kind(parts.loaded, "text", model)
+    parts.loaded.require("text", model)
     namespace, client = (request.headers.get(name, "") for name in (NAMESPACE, CLIENT))
     try:
         return await parts.answerer.prepare(answer, namespace, client)

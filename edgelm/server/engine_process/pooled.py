@@ -22,7 +22,6 @@ from edgelm.server.api.dialects import POOLED, dialect_of, parse_pooled
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.json_body import read_json
 from edgelm.server.bodies import Bodies
-from edgelm.server.engine_process.kind import require_kind
 from edgelm.server.keys import CLIENT
 from edgelm.server.sse import json_pieces, unless_client_leaves
 
@@ -36,7 +35,7 @@ def pooled_routes(loaded: LoadedModel, bodies: Bodies, usage_of: Callable[[Reque
         async with bodies.read(request) as body:
             parsed = await bodies.parse(body, lambda body: parse_pooled(path, read_json(body)))
         asked, client = parsed.pooled_request(), request.headers.get(CLIENT, "")
-        require_kind(loaded, "embedding" if isinstance(asked, EmbedRequest) else "rerank", parsed.model)
+        loaded.require("embedding" if isinstance(asked, EmbedRequest) else "rerank", parsed.model)
         result: Embedded | Ranked
         try:
             if isinstance(asked, EmbedRequest):

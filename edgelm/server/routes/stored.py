@@ -132,14 +132,14 @@ async def read_turn(store: ResponseStore, namespace: str, path: str, body: bytes
         shown = data | {"input": [_IN_PLACE if _is_reference(item) else item for item in own]}
     request = await bodies.parse(body, lambda _: parse_request(path, shown, logs_ignored=True))
     if references:
-        stored = await _with(store.items_of, namespace, set(references))
+        stored = await _ask_store(store.items_of, namespace, set(references))
         if missing := [name for name in references if name not in stored]:
             raise _unknown("item", missing[0], "input")
         data["input"] = own = [stored[item["id"]] if _is_reference(item) else item for item in own]
     items = [_stored_form(item) for item in (own if isinstance(own, list) else [{"role": "user", "content": own}])]
     previous = data.get("previous_response_id")
     if previous is not None:
-        earlier = await _with(store.conversation, namespace, previous)
+        earlier = await _ask_store(store.conversation, namespace, previous)
         if earlier is None:
             raise _unknown("response", previous, "previous_response_id")
         data["input"] = [*earlier, *items]
@@ -157,20 +157,20 @@ def stored_routes(store: ResponseStore) -> list[Route]:
         if request.query_params.get("stream") == "true":
             message = "a stored response has no events: omit stream"
             raise ApiError(400, "unsupported_parameter", message, param="stream")
-        response = await _with(store.get, namespace_of(request), name)
+        response = await _ask_store(store.get, namespace_of(request), name)
         if response is None:
             raise _unknown("response", name)
         return JSONResponse(response)
 
     async def delete(request: Request) -> Response:
         name = request.path_params["name"]
-        if not await _with(store.delete, namespace_of(request), name):
+        if not await _ask_store(store.delete, namespace_of(request), name):
             raise _unknown("response", name)
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 
     async def items(request: Request) -> Response:
         name, query = request.path_params["name"], request.query_params
-        data = await _with(store.items, namespace_of(request), name)
+        data = await _ask_store(store.items, namespace_of(request), name)
         if data is None:
             raise _unknown("response", name)
         if query.get("order", "desc") == "desc":
@@ -194,7 +194,7 @@ def stored_routes(store: ResponseStore) -> list[Route]:
     ]
 
 
-async def _with(call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+async def _ask_store(call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
     """Return the result of a call of the store, in a thread. Raises ApiError if the store cannot be used."""
     try:
         return await _in_thread(partial(call, *arguments, **named))

@@ -448,14 +448,25 @@ def test_commands_that_wait_in_threads_do_not_import_asyncio() -> None:
     ("modules", "unused"),
     [
         ("edgelm.engine.sampling.grammar_worker", "numpy edgelm.engine.sampling.stronger"),
-        ("edgelm.commands.run", "edgelm.checkpoints edgelm.chats.attached_files edgelm.base.workers.pictures"),
+        (
+            "edgelm.commands.run",
+            "edgelm.checkpoints edgelm.chats.attached_files edgelm.chats.presets edgelm.base.workers.pictures",
+        ),
         (
             "edgelm.jobs.worker, edgelm.backends.llama.build",
-            "edgelm.making.conversion.convert edgelm.models edgelm.evaluation edgelm.jobs.embed",
+            (
+                "edgelm.making.conversion.convert edgelm.models edgelm.evaluation edgelm.jobs.embed "
+                "edgelm.text.constraint edgelm.text.calls.derive edgelm.checkpoints.safetensors "
+                "edgelm.backends.torch.memory"
+            ),
+        ),
+        (
+            "edgelm.commands.chat, edgelm.tui.app",  # up to its first paint
+            "tomlkit openai edgelm.chats.knowledge.index edgelm.base.workers.messages",
         ),
     ],
 )
-def test_an_answer_imports_only_what_it_needs(modules: str, unused: str) -> None:
+def test_an_answer_and_the_chat_import_only_what_they_need(modules: str, unused: str) -> None:
     """`edgelm run` starts four processes: what each imports is most of its processor time."""
     program = f"import sys, {modules}; print(*sorted(set({unused!r}.split()) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT_S, check=True)

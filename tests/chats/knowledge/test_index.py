@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from edgelm.base.errors import EdgeLMError
-from edgelm.base.workers.messages import Passage
-from edgelm.chats.knowledge import index
+from edgelm.base.passages import Passage
+from edgelm.chats.knowledge import GUIDE, index
 from edgelm.chats.knowledge.guide import Page
-from edgelm.chats.knowledge.index import GUIDE, Knowledge, fused
+from edgelm.chats.knowledge.index import Knowledge, fused
 from edgelm.chats.knowledge.question import query
 from tests.chats.knowledge.conftest import Write
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgelm.base.workers.messages import Passage
+from edgelm.base.passages import Passage
 from edgelm.chats.knowledge.passages import MAX_CHARS, MAX_FENCE_CHARS, split_text
 
 MARKUP = "text|# One|## Two ##|### |Title|=====|-----|---|```|```sh|~~~~|- a|    # code|def f():|class A:|@w|[t]|k: 1"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgelm.base.workers.messages import Passage
+from edgelm.base.passages import Passage
 from edgelm.chats.knowledge.quote import MAX_PASSAGES, MOST_CHARS, fitting, share_of_context, system_message
 
 MARK = re.compile(r"^</?passage \d+>$", re.MULTILINE)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgelm.base.workers.messages import Passage
+from edgelm.base.passages import Passage
 from edgelm.chats.knowledge.guide import sections
 from edgelm.chats.knowledge.index import Knowledge
 from edgelm.chats.knowledge.starter import (
