@@ -51,7 +51,7 @@ def test_the_same_files_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.
         backend.write_sdist(folder)
         os.umask(os.umask(0o027))
     names = sorted(path.name for path in one.iterdir())
-    assert names == ["edgelm_llama-0.3.36.1-py3-none-linux_x86_64.whl", "edgelm_llama-0.3.36.1.tar.gz"]
+    assert names == ["edgelm_llama-0.3.36.2-py3-none-linux_x86_64.whl", "edgelm_llama-0.3.36.2.tar.gz"]
     assert [(one / name).read_bytes() for name in names] == [(other / name).read_bytes() for name in names]
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1800000000")
     assert backend.write_sdist(other).read_bytes() != (one / names[1]).read_bytes()
@@ -83,11 +83,14 @@ def test_one_switch_decides_which_llama_cpp_edgelm_requires(
 ) -> None:
     source = (PACKAGING.parent / "pyproject.toml").read_text(encoding="utf-8")
     project = tomllib.loads(reproducible.released(source))["project"]
-    pin = f">={SUPPORTED},<"
+    ours = str(backend.project()["version"])
+    assert ours.startswith(f"{SUPPORTED}.")
+    assert ours != "0.3.36.1", "an upgrade has to replace that of 0.5, which has no libmtmd"
+    pin = f">={ours},<"
     assert next(line for line in project["dependencies"] if "llama" in line).startswith(f"edgelm-llama{pin}")
-    for extra, backend in (("llama-cuda", "cuda"), ("vulkan", "vulkan")):
+    for extra, name in (("llama-cuda", "cuda"), ("vulkan", "vulkan")):
         (requirement,) = project["optional-dependencies"][extra]
-        assert requirement.startswith(f"edgelm-llama-{backend}{pin}")
+        assert requirement.startswith(f"edgelm-llama-{name}{pin}")
         assert requirement.endswith("; sys_platform == 'linux'")
     assert reproducible.released(reproducible.released(source)) == reproducible.released(source)
     monkeypatch.chdir(tmp_path)
@@ -199,7 +202,7 @@ def test_the_umask_does_not_change_a_wheel_of_edgelm(reproducible: ModuleType, t
 def test_a_wheel_is_valid(tmp_path: Path) -> None:
     path = backend.write_wheel(tmp_path, "py3-none-linux_x86_64", FILES, ["numpy>=2"])
     with zipfile.ZipFile(path) as archive:
-        info = "edgelm_llama-0.3.36.1.dist-info"
+        info = "edgelm_llama-0.3.36.2.dist-info"
         names = set(archive.namelist())
         assert names == {*FILES, *(f"{info}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "licenses/LICENSE"))}
         for line in archive.read(f"{info}/RECORD").decode().splitlines():
@@ -325,7 +328,7 @@ def test_the_sdist_says_that_it_compiles(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(backend, "TERMINAL", terminal)
     monkeypatch.setattr(backend.shutil, "which", lambda name: f"/usr/bin/{name}")
     name = backend.build_wheel(str(tmp_path))
-    assert name == "edgelm_llama-0.3.36.1-py3-none-any.whl"
+    assert name == "edgelm_llama-0.3.36.2-py3-none-any.whl"
     assert "compiles" in terminal.read_text()
     assert "To avoid that" in terminal.read_text()
     with zipfile.ZipFile(tmp_path / name) as archive:

@@ -33,7 +33,9 @@ def released(pyproject: str) -> str:
     """Return pyproject.toml with the requirements of a release; that of a release stays as it is."""
     if '"edgelm-llama>' in pyproject:
         return pyproject
-    text, main = re.subn(r'"llama-cpp-python(>=[\d.]+,<[\d.]+)"', r'"edgelm-llama\1"', pyproject)
+    # Not an older build of the same llama.cpp, which pip would leave in place: 0.3.36.1, of 0.5, reads no pictures.
+    least = llama.project()["version"]
+    text, main = re.subn(r'"llama-cpp-python>=[\d.]+(,<[\d.]+)"', rf'"edgelm-llama>={least}\1"', pyproject)
     pin = text.partition('"edgelm-llama')[2].partition('"')[0]
     counts = [main]
     for extra, backend in (("llama-cuda", "cuda"), ("vulkan", "vulkan")):
