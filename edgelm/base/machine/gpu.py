@@ -106,6 +106,17 @@ def standing_gpu(root: Path = Path("/")) -> StandingGpu | None:
     return None
 
 
+def amd_gpus(root: Path = Path("/")) -> list[Gpu]:
+    """Return AMD's graphics cards with memory of their own, by what Linux's driver counts."""
+    found = []
+    for card in sorted((root / "sys/bus/pci/devices").glob("*")):
+        sizes = [_word(card / f"mem_info_vram_{name}") for name in ("total", "used")]
+        if all(size.isdecimal() for size in sizes) and int(sizes[0]) >= LEAST_VRAM:
+            total, used = map(int, sizes)
+            found.append(Gpu("the AMD GPU", total, max(0, total - used)))
+    return found
+
+
 def _why_unlisted(root: Path) -> tuple[str, str]:
     """Return why the driver's tool lists no GPU though one stands here, and what to do."""
     contained = any((root / file).exists() for file in CONTAINER_FILES) or KUBERNETES in os.environ

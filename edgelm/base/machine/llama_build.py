@@ -114,6 +114,16 @@ def gpu_library(wheel: GpuWheel, build: InstalledLlama) -> Path | None:
     return folder / "lib" / f"libggml-{wheel.backend}.so"
 
 
+def has_gpu_backend() -> bool:
+    """Return whether a backend for GPUs with memory of their own is installed, of use here or not."""
+    try:
+        names = [path.name for path in find_build().lib_dir.glob("libggml-*")]
+    except EngineError:
+        return False
+    installed = (package_folder(wheel.package.replace("-", "_")) for wheel in GPU_WHEELS)
+    return any(name.startswith(f"libggml-{wheel.backend}.") for name in names for wheel in GPU_WHEELS) or any(installed)
+
+
 def package_folder(name: str) -> Path | None:
     """Return the folder of a top-level package; None if it is not installed."""
     spec = find_spec(name)

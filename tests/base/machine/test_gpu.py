@@ -267,3 +267,12 @@ def test_the_compute_capability_of_each_gpu(bare: Path) -> None:
     assert compute_capabilities() == {"GPU-1a": (8, 6), "GPU-2b": (12, 0)}
     tool(bare, """echo 'Field "compute_cap" is not a valid field to query.'\nexit 2""")
     assert compute_capabilities() == {}
+
+
+def test_the_memory_of_an_amd_card_is_counted_by_linux(tmp_path: Path) -> None:
+    stand(tmp_path, "0x1002", "0x030000", 16 * 2**30)
+    (tmp_path / "sys/bus/pci/devices/0000:01:00.0/mem_info_vram_used").write_text(f"{6 * 2**30}\n")
+    assert gpu.amd_gpus(tmp_path) == [Gpu("the AMD GPU", 16 * 2**30, 10 * 2**30)]
+    stand(tmp_path / "apu", "0x1002", "0x030000", 2**29)
+    (tmp_path / "apu/sys/bus/pci/devices/0000:01:00.0/mem_info_vram_used").write_text("0\n")
+    assert gpu.amd_gpus(tmp_path / "apu") == [], "a part of the processor"
