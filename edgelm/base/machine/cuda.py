@@ -42,7 +42,10 @@ def find_cuda(driver_files: tuple[str, ...] = DRIVER_FILES) -> CudaState:
     """Check the driver, the packages and the GPU, in this order."""
     if not any(Path(file).exists() for file in driver_files):
         card = standing_gpu()
-        return CudaState(card.problem, card.hint) if card and card.problem and card.ours else CudaState(NO_DRIVER)
+        if not (card and card.ours):
+            return CudaState(NO_DRIVER)
+        if card.problem:  # else nvidia-smi lists it, so the driver is there under another name
+            return CudaState(card.problem, card.hint)
     for package in ("torch", "triton"):
         if find_spec(package) is None:
             return CudaState(f"{package} is not installed", INSTALL)
