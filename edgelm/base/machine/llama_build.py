@@ -95,6 +95,16 @@ def install_command(requirement: str, prefix: Path = Path(sys.prefix)) -> str:
     return f"type: {shlex.quote(str(prefix / 'bin' / 'python'))} -m pip install {requirement}"
 
 
+def extra_command(extra: str, prefix: Path = Path(sys.prefix)) -> str:
+    """Return what to type so that pip installs what an extra of edgelm names, beside edgelm as it is."""
+    requirement = shlex.quote(f"edgelm[{extra}]")
+    if "pipx" in prefix.parts:  # `inject` leaves the package alone that it is there for
+        return f"type: pipx runpip edgelm install {requirement}"
+    if {"uv", "tools"} <= {*prefix.parts}:
+        return f"type: uv tool install {requirement}"
+    return install_command(f"edgelm[{extra}]", prefix)
+
+
 def gpu_library(wheel: GpuWheel, build: InstalledLlama) -> Path | None:
     """Return the backend in a wheel; None if that is not installed.
 

@@ -59,11 +59,13 @@ NO_DRIVER = StandingGpu("the NVIDIA GPU", "no NVIDIA driver was found", "install
 AMD = StandingGpu("the AMD GPU", "our own kernels need one of NVIDIA", backend="vulkan")
 
 
-def stand(root: Path, vendor: str = "0x10de", kind: str = "0x030000", memory: int | None = None) -> None:
+def stand(
+    root: Path, vendor: str = "0x10de", kind: str = "0x030000", memory: int | None = None, device: str = "0x1234"
+) -> None:
     """Put a card on the bus of a machine whose files are under `root`."""
     card = root / "sys/bus/pci/devices/0000:01:00.0"
     card.mkdir(parents=True)
-    for name, text in (("vendor", vendor), ("class", kind), ("mem_info_vram_total", memory)):
+    for name, text in (("vendor", vendor), ("class", kind), ("device", device), ("mem_info_vram_total", memory)):
         if text is not None:
             (card / name).write_text(f"{text}\n")
 
@@ -94,6 +96,15 @@ def test_a_card_without_a_driver_is_seen_on_the_bus(
 ) -> None:
     stand(tmp_path, vendor, kind, memory)
     assert standing_gpu(tmp_path) == found
+
+
+@pytest.mark.parametrize(
+    ("device", "found"), [("0x56a0", True), ("0xe20b", True), ("0x46a6", False), ("0x7d55", False)]
+)
+def test_a_card_of_intel_is_seen_and_a_part_of_its_processor_is_not(tmp_path: Path, device: str, found: bool) -> None:
+    stand(tmp_path, "0x8086", device=device)
+    gpu_here = standing_gpu(tmp_path)
+    assert (gpu_here.name if gpu_here else "", found) in (("the Intel GPU", True), ("", False))
 
 
 @pytest.mark.parametrize(("visible", "stands"), [(None, True), ("0", True), ("", False), ("-1", False)])

@@ -149,3 +149,15 @@ def test_a_backend_for_gpus_is_seen_without_loading_it(
         for file in files:
             (tmp_path / package / "lib" / file).touch()
     assert llama_build.has_gpu_backend() is has
+
+
+@pytest.mark.parametrize(
+    ("prefix", "command"),
+    [
+        ("/home/me/.local/share/pipx/venvs/edgelm", "type: pipx runpip edgelm install 'edgelm[cuda]'"),
+        ("/home/me/.local/share/uv/tools/edgelm", "type: uv tool install 'edgelm[cuda]'"),
+        ("/srv/venv", "type: /srv/venv/bin/python -m pip install 'edgelm[cuda]'"),
+    ],
+)
+def test_an_extra_is_added_to_the_installation_that_is_there(prefix: str, command: str) -> None:
+    assert llama_build.extra_command("cuda", Path(prefix)) == command
