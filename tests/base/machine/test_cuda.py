@@ -111,12 +111,12 @@ NOT_SET_UP = (
         (
             TOO_OLD,
             "the NVIDIA driver is for CUDA 12.4, too old for torch ",
-            "update the driver to 580 or newer, or use llama.cpp on the GPU (type: pipx inject edgelm edgelm-llama-cuda)",
+            "update the driver to 580 or newer, or use llama.cpp on the GPU (edgelm-llama-cuda)",
         ),
         (
             MUCH_TOO_OLD,
             "the NVIDIA driver is for CUDA 11.4, too old for torch ",
-            "update the driver to 580 or newer, or use llama.cpp on the GPU (type: pipx inject edgelm edgelm-llama-vulkan)",
+            "update the driver to 580 or newer, or use llama.cpp on the GPU (edgelm-llama-vulkan)",
         ),
         (NOT_SET_UP, "torch finds no usable GPU: CUDA unknown error - this may be due to", "restart the machine"),
         ("", "torch finds no usable GPU", "see what nvidia-smi says"),
@@ -135,9 +135,7 @@ def test_a_driver_that_torch_cannot_use(
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", warns)
-    monkeypatch.setattr(
-        cuda, "gpu_backend_command", lambda _, backend: f"type: pipx inject edgelm edgelm-llama-{backend}"
-    )
+    monkeypatch.setattr(cuda, "gpu_backend_command", lambda _, backend: f"edgelm-llama-{backend}")
     state = find_cuda(driver)
     assert state.problem.startswith(problem)
     assert state.hint.startswith(hint)
