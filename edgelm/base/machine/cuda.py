@@ -121,7 +121,7 @@ def _check_gpu() -> CudaState:
     import torch  # not at the top: it takes seconds, and most machines do not need it
 
     if torch.version.cuda is None:
-        return CudaState("this build of torch has no CUDA", extra_command("cuda"))
+        return CudaState("this build of torch has no CUDA", f"uninstall torch, then {extra_command('cuda')}")
     try:
         with warnings.catch_warnings(record=True) as noted:
             warnings.simplefilter("always")

@@ -81,7 +81,9 @@ def test_only_gpus_from_ampere_on(
 def test_this_build_of_torch(driver: tuple[str, ...]) -> None:
     if torch.version.cuda is not None:
         pytest.skip("this torch is built for CUDA")
-    assert find_cuda(driver).problem == "this build of torch has no CUDA"
+    state = find_cuda(driver)
+    assert state.problem == "this build of torch has no CUDA"
+    assert state.hint.startswith("uninstall torch, then type: ")  # pip takes it for the right one
 
 
 def test_a_gpu_that_does_not_answer(driver: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
