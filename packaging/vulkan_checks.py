@@ -26,6 +26,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from edgelm import __version__
+from edgelm.backends.build import build, choose, predict
 from edgelm.backends.llama.api import native_log
 from edgelm.backends.llama.binding import BUILD, L
 from edgelm.backends.llama.devices import llama_devices
@@ -37,6 +38,7 @@ from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.backends.model import open_model
 from edgelm.base.config import Settings
 from edgelm.base.sampling import SamplingParams
+from edgelm.base.workers.messages import EngineJob
 from edgelm.checkpoints.summary import ModelFacts
 from edgelm.engine.core import Chunk, Load, Op, Save, Sequence, Step
 from tests.tiny import write_tiny
@@ -214,6 +216,33 @@ def planned() -> str:
     return f"{device['layers']} layers, {device['total_bytes'] / MIB:.1f} MiB of {device['free_bytes'] / MIB:.0f}"
 
 
+def chosen() -> str:
+    """Let --engine and --device be auto: llama.cpp's GPU comes first, and the ways to run it say so."""
+    with open_model(STARTER) as model:
+        choice = choose(model, Settings())
+    assert (choice.engine, choice.device, choice.unused_gpu) == ("llama", "gpu", ""), choice
+    return "; ".join(f"{route.name}: {route.reason or 'taken'}" for route in choice.routes)
+
+
+def promised() -> str:
+    """Predict what a front would promise: beside others fewer layers, and the process places as many."""
+    settings = Settings(ctx=CONTEXT, spec="off")
+    (device,) = llama_devices()
+    whole = predict(STARTER, settings)
+    most = whole.offloaded_bytes or whole.total_bytes  # a device that is software may share main memory
+    less = predict(STARTER, settings, freed_gpu_bytes=most - device.free_bytes)
+    if device.shared:
+        return "the device's memory is main memory, where its bytes count"
+    assert 0 < less.offloaded_bytes < whole.offloaded_bytes, (less, whole)
+    job = EngineJob(model=STARTER, settings=settings, gpu_bytes=less.offloaded_bytes)
+    loaded = build(job)
+    loaded.engine.close()
+    assert loaded.footprint is not None
+    assert loaded.footprint.offloaded_bytes == less.offloaded_bytes, loaded.footprint
+    sizes = [footprint.offloaded_bytes / MIB for footprint in (whole, less)]
+    return f"alone {sizes[0]:.1f} MiB; beside others {sizes[1]:.1f}, {loaded.engine.info.device}"
+
+
 def doctor() -> str:
     """Ask `edgelm doctor` for the devices."""
     findings = {item["topic"]: item["text"] for item in json.loads(edgelm("doctor", "--json").stdout)["findings"]}
@@ -255,6 +284,8 @@ def checks(folder: Path) -> dict[str, Callable[[], str]]:
         "sizes, int8": partial(count, wide, "int8", gpu_layers="all"),
         "sizes, experts on CPU": partial(count, mixture, n_cpu_moe="all"),
         "device without memory": partial(short_device, folder),
+        "the choice": chosen,
+        "promised memory": promised,
         "edgelm plan": planned,
         "edgelm run": command_line,
         "edgelm doctor": doctor,

@@ -197,8 +197,8 @@ def predict(
 ) -> Footprint:
     """Predict the memory that `build` takes for a model, where it may take `usable_bytes` of this machine's; None: all.
 
-    `limited`: --max-memory bounds it. `freed_gpu_bytes` of a GPU's memory are taken now and will be free. Raises
-    ModelError, EdgeLMError.
+    `limited`: --max-memory bounds it. `freed_gpu_bytes` of a GPU's memory are taken now and will be free; negative:
+    promised to others. Raises ModelError, EdgeLMError.
     """
     draft = draft if settings.drafts else None
     with open_model(path) as model, open_model(draft) if draft else nullcontext() as small:
@@ -225,7 +225,7 @@ def predict(
             from edgelm.backends.llama.adapter import with_adapters
 
             facts = with_adapters(facts, adapters)
-        wish = Wish.of(settings, llama_devices(facts) if choice.device == "gpu" else ())
+        wish = Wish.of(settings, llama_devices(facts) if choice.device == "gpu" else ()).with_room(freed_gpu_bytes)
         beside = small.facts if small else None
         planned = plan_context(path, facts, settings, wish, draft_facts=beside, repack=repack, machine=machine)
         return planned.footprint(choice.device)

@@ -15,13 +15,15 @@ from typing import Literal
 from edgelm.base.config import Settings
 from edgelm.base.errors import EdgeLMError, ModelError
 from edgelm.base.kv_modes import LLAMA_KV
-from edgelm.base.machine.gpu import INSTALL, CudaState, StandingGpu
+from edgelm.base.machine.gpu import CudaState, StandingGpu
+from edgelm.base.machine.llama_build import extra_command
 
 EngineName = Literal["torch", "llama"]
 DeviceName = Literal["cuda", "gpu", "cpu"]  # gpu: one or more devices of llama.cpp
 OURS, OFFLOAD = "our own kernels", "llama.cpp on the GPU"
 NO_OFFLOAD = "this llama.cpp computes on the processor only"
 LAST = "a GPU is faster"
+PLAN = "`edgelm plan MODEL` shows what fits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +117,8 @@ def partly_used(device: str, choice: EngineChoice, settings: Settings) -> str:
     if choice.device != "gpu" or not is_partial(device) or _placing_flag(settings):
         return ""
     if device == "cpu":
-        return "the GPU has no room for a single layer of the model: the processor computes it"
-    return f"the GPU has no room for the whole model ({device}): the processor computes the rest"
+        return f"the GPU has no room for a single layer of the model: the processor computes it; {PLAN}"
+    return f"the GPU has no room for the whole model ({device}): the processor computes the rest; {PLAN}"
 
 
 def _choose(settings: Settings, situation: Situation) -> EngineChoice:
@@ -139,7 +141,7 @@ def _choose(settings: Settings, situation: Situation) -> EngineChoice:
     if not situation.has_torch:
         raise ModelError(
             f"{situation.model} is a folder of safetensors, which needs torch",
-            f"{INSTALL}, or take a GGUF of the same model",
+            f"{extra_command('cuda')}, or take a GGUF of the same model",
         )
     if names_llama_device(settings):
         raise EdgeLMError(
@@ -150,7 +152,7 @@ def _choose(settings: Settings, situation: Situation) -> EngineChoice:
 
 def _choose_torch(settings: Settings, situation: Situation) -> EngineChoice:
     if not situation.has_torch:
-        raise EdgeLMError("--engine torch needs torch, which is not installed", INSTALL)
+        raise EdgeLMError("--engine torch needs torch, which is not installed", extra_command("cuda"))
     if situation.torch_problem:
         hint = "use --engine llama" if not situation.llama_problem else "take a GGUF of the same model"
         raise ModelError(f"{situation.model} cannot be run with --engine torch: {situation.torch_problem}", hint)

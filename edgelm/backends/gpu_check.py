@@ -62,6 +62,15 @@ class CheckGpu:
 
 
 @dataclass(frozen=True, slots=True)
+class Counted:
+    """The number of kernels that are tried for the model that comes next, of so many."""
+
+    kernels: int
+    model: int
+    models: int
+
+
+@dataclass(frozen=True, slots=True)
 class Begun:
     """An op is tried from now on; "" is the small kernel with which the check begins."""
 
@@ -137,22 +146,27 @@ def run_check(request: CheckGpu, notify: Notify = lambda _: None, *, command: tu
 
 def _attempt(request: CheckGpu, notify: Notify, until: float, command: tuple[str, ...]) -> GpuVerdict | OpVerdict:
     """Run the worker once; an OpVerdict is that of the op during which it crashed or hung."""
-    current, count, limit_s = Begun("", ""), 0, START_S
+    current, count, limit_s, counted = Begun("", ""), 0, START_S, Counted(0, 1, 1)
     once = ", once for a kind of model" if request.short else ""  # whoever loads a model did not ask for it
-    with Worker(WORKER, replies=(Begun, Checked), errors=(DeviceError, EngineError), command=command) as worker:
+    with Worker(
+        WORKER, replies=(Begun, Checked, Counted), errors=(DeviceError, EngineError), command=command
+    ) as worker:
         worker.send(request)
         try:
             while not isinstance(reply := worker.receive(min(limit_s, max(until - time.monotonic(), 0.0))), Checked):
                 if reply is None:
                     end = worker.exit()
                     return _lost(current, f"crashes: its process {end.how}")
+                if isinstance(reply, Counted):
+                    counted, count = reply, 0
+                    continue
                 if not reply.op:
                     current, limit_s = reply, START_S
-                    if not count:
+                    if not (count or counted.kernels):
                         notify(f"checking the GPU{once}: a first kernel is compiled and tried")
                     continue
                 current, count, limit_s = reply, count + 1, OP_S
-                notify(f"checking the GPU's kernels{once}: {count}, {reply.op} of {reply.detail}")
+                notify(f"checking the GPU's kernels{once}: {_place(count, counted)}{reply.op} of {reply.detail}")
         except TimeoutError:
             worker.kill_group()
             return _lost(current, f"hangs: it is not done after {limit_s:.0f} s")
@@ -162,6 +176,14 @@ def _attempt(request: CheckGpu, notify: Notify, until: float, command: tuple[str
             lasts = isinstance(error, DeviceError) and not current.op  # the small kernel
             return GpuVerdict("", error.message, error.hint, lasts=lasts)
     return GpuVerdict(reply.device, verdicts=reply.verdicts)
+
+
+def _place(count: int, counted: Counted) -> str:
+    """Return which kernel it is of how many; empty before the first model."""
+    if not counted.kernels:
+        return ""
+    model = f" of model {counted.model} of {counted.models}" if counted.models > 1 else ""
+    return f"{count} of {max(counted.kernels, count)}{model}, "
 
 
 def _lost(begun: Begun, error: str) -> GpuVerdict | OpVerdict:

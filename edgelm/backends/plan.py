@@ -209,6 +209,7 @@ class Plan:
             spare_bytes=spare_bytes,
             is_preferred=self.preferred,
             note=self.note,
+            offloaded_bytes=sum(part.total_bytes for part in option.devices if not part.shared),
         )
 
 

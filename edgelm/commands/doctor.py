@@ -34,7 +34,8 @@ from edgelm.base.config import Config, load_config
 from edgelm.base.errors import EdgeLMError, UsageError
 from edgelm.base.machine import facts as machine
 from edgelm.base.machine.cpu import usable_cores
-from edgelm.base.machine.gpu import standing_gpu
+from edgelm.base.machine.gpu import NOT_NVIDIA, standing_gpu
+from edgelm.base.machine.llama_build import extra_command, find_build, gpu_backend_command
 from edgelm.base.machine.memory import available_memory_bytes
 from edgelm.base.places import Places
 from edgelm.commands.config import settings_of
@@ -48,9 +49,8 @@ LOW_DISK_BYTES = 5 * 2**30
 HUB_TIMEOUT_S = 5
 MAX_SHOWN = 3  # problems in one line
 GPU_BUILDS = (
-    "a GPU needs pipx install 'edgelm[cuda]' (Linux, NVIDIA: our own kernels), "
-    "'edgelm[llama-cuda]' (Linux, NVIDIA: llama.cpp), 'edgelm[vulkan]' (Linux, AMD, Intel and NVIDIA: llama.cpp), "
-    "or Metal (in the macOS wheel)"
+    f"for a GPU {extra_command('cuda')} (Linux, NVIDIA: our own kernels), or with 'edgelm[llama-cuda]' (Linux, NVIDIA: "
+    "llama.cpp) or 'edgelm[vulkan]' (Linux, AMD, Intel and NVIDIA: llama.cpp); Metal is in the macOS wheel"
 )
 PACKAGES = (
     "edgelm-llama",
@@ -336,6 +336,10 @@ def _gpu(places: Places, engines: Engines) -> Finding:
     if not gpu and not state.name:
         return Finding("GPU", "ok", f"{state.problem}; models run on the processor")
     reason, hint = (gpu.problem, gpu.hint) if gpu and gpu.problem else (state.problem, state.hint)
+    if gpu and not gpu.ours:
+        hint = "" if engines.has_llama_gpu else gpu_backend_command(find_build(), gpu.backend)
+        used = "llama.cpp uses it" if engines.has_llama_gpu else "llama.cpp can use it"
+        return Finding("GPU", "note" if hint else "ok", f"{gpu.name}: {NOT_NVIDIA}, and {used}", hint)
     name = gpu.name if gpu else state.name
     return Finding("GPU", "note", f"our own kernels do not use {name}: {reason}", hint)
 

@@ -107,7 +107,9 @@ def show_plan(model: Model, flags: Annotated[Flags, SettingsOf("plan")], *, as_j
                 )
             for problem in problems:
                 print(f"note: pictures are not read: {problem}")
-            for line in beside.lines(result.chosen.total_bytes if result.chosen else 0, result.usable_bytes):
+            needed = result.chosen.total_bytes if result.chosen else 0
+            is_short = bool(choice.devices) and placement.gpu_layers <= facts.summary.layers
+            for line in beside.lines(needed, result.usable_bytes, gpu_is_short=is_short):
                 print(line)
     result.require()
 

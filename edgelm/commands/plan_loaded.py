@@ -24,6 +24,13 @@ class Loaded:
     predicted_bytes: int
     memory_bytes: int
     is_idle: bool  # it makes room for another one
+    gpu_bytes: int = 0  # predicted
+
+    def line(self) -> str:
+        """Return the line about it."""
+        line = f"        {self.name}: {size_text(self.memory_bytes)}"
+        line += f", predicted {size_text(self.predicted_bytes)}" if self.predicted_bytes else ""
+        return line + (f", and {size_text(self.gpu_bytes)} of the GPU" if self.gpu_bytes else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,7 @@ class Beside:
                     "model": model.name,
                     "predicted_bytes": model.predicted_bytes,
                     "memory_bytes": model.memory_bytes,
+                    "gpu_bytes": model.gpu_bytes,
                     "idle": model.is_idle,
                 }
                 for model in self.models
@@ -51,14 +59,14 @@ class Beside:
             "max_memory_bytes": self.limit_bytes,
         }
 
-    def lines(self, needed_bytes: int, usable_bytes: int) -> list[str]:
-        """Return the lines about them, and what remains beside a model that needs so much."""
+    def lines(self, needed_bytes: int, usable_bytes: int, *, gpu_is_short: bool = False) -> list[str]:
+        """Return the lines about them, and what remains beside a model that needs so much.
+
+        `gpu_is_short`: more of the model would lie on the GPU if others left it.
+        """
         if not self.models:
             return []
-        rows = [
-            f"        {model.name}: {size_text(model.memory_bytes)}, predicted {size_text(model.predicted_bytes)}"
-            for model in self.models
-        ]
+        rows = [model.line() for model in self.models]
         lines = ["loaded by the running server:", *rows]
         if self.limit_bytes is not None:
             left = max(self.limit_left_bytes, 0)
@@ -70,6 +78,12 @@ class Beside:
         if idle and (left < 0 or not needed_bytes):
             names = ", ".join(model.name for model in idle)
             lines.append(f"        the server unloads {names} for it, which frees {size_text(_sum(idle))}")
+        on_gpu = [model for model in idle if model.gpu_bytes]
+        if on_gpu and gpu_is_short:
+            names, freed = ", ".join(model.name for model in on_gpu), sum(model.gpu_bytes for model in on_gpu)
+            lines.append(
+                f"        the server unloads {names} for it where that frees enough of the GPU: {size_text(freed)}"
+            )
         return lines
 
 
@@ -93,6 +107,7 @@ def _read(state: dict[str, Any]) -> Beside:
             model["predicted_bytes"] or 0,
             model["memory_bytes"] or 0,
             model["state"] == "ready" and not model["requests"] and not model["pinned"],
+            model["gpu_bytes"] or 0,
         )
         for model in alive
     ]

@@ -15,7 +15,8 @@ from edgelm.commands.list import plain_console
 from edgelm.commands.running import get_state
 from edgelm.library.progress import size_text
 
-TITLES = ("MODEL", "STATE", "PID", "MEMORY", "PREDICTED", "CONTEXT", "ENGINE", "REQUESTS", "ENDS IN")
+GPU = "GPU"
+TITLES = ("MODEL", "STATE", "PID", "MEMORY", "PREDICTED", GPU, "CONTEXT", "ENGINE", "REQUESTS", "ENDS IN")
 LEFT = ("MODEL", "STATE", "ENGINE")
 
 
@@ -44,12 +45,7 @@ def _show(state: dict[str, Any]) -> None:
     if not state["models"]:
         print("no model is loaded")
         return
-    table = Table(box=None, pad_edge=False)
-    for title in TITLES:
-        table.add_column(title, justify="left" if title in LEFT else "right")
-    for model in state["models"]:
-        table.add_row(*_row(model))
-    plain_console().print(table)
+    plain_console().print(_table(state))
     print(_memory_line(state))
     for model in state["models"]:
         if model["waits_for"] is not None:
@@ -68,6 +64,17 @@ def _show(state: dict[str, Any]) -> None:
             print(f"{model['model']}: {model['error']}")
 
 
+def _table(state: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    on_gpu = any(model.get("gpu_bytes") for model in state["models"])
+    for title in TITLES:
+        if title != GPU or on_gpu:
+            table.add_column(title, justify="left" if title in LEFT else "right")
+    for model in state["models"]:
+        table.add_row(*(cell for title, cell in zip(TITLES, _row(model), strict=True) if title != GPU or on_gpu))
+    return table
+
+
 def _memory_line(state: dict[str, Any]) -> str:
     """Return the sums: what is measured, what was predicted, and what is left for another model."""
     measured = sum(model["memory_bytes"] or 0 for model in state["models"])
@@ -75,21 +82,26 @@ def _memory_line(state: dict[str, Any]) -> str:
     line = f"memory: {size_text(measured)} in use, {size_text(predicted)} predicted with full contexts"
     if limit := state["memory"]["limit_bytes"]:
         line += f", --max-memory {size_text(limit)}"
-    return f"{line}; {size_text(state['memory']['free_bytes'])} are free"
+    line += f"; {size_text(state['memory']['free_bytes'])} are free"
+    if on_gpu := sum(model.get("gpu_bytes") or 0 for model in state["models"]):
+        free = state["memory"]["gpu_free_bytes"]
+        line += f"\nGPU: {size_text(on_gpu)} predicted" + ("" if free is None else f"; {size_text(free)} are free")
+    return line
 
 
 def _row(model: dict[str, Any]) -> list[str]:
     state = model["state"]
     if state == "starting" and model["progress"] is not None:
         state = f"{state} {model['progress']:.0%}"
-    memory, predicted = (
-        "" if model[key] is None else size_text(model[key]) for key in ("memory_bytes", "predicted_bytes")
+    memory, predicted, gpu = (
+        size_text(nbytes) if (nbytes := model.get(key)) is not None else ""
+        for key in ("memory_bytes", "predicted_bytes", "gpu_bytes")
     )
     engine = "" if model["engine"] is None else f"{model['engine']} on {model['device']}"
     context = "" if model["context"] is None else f"{model['context']:,}"
     pid = "" if model["pid"] is None else str(model["pid"])
     requests = str(model["requests"])
-    return [model["model"], state, pid, memory, predicted, context, engine, requests, _end_text(model)]
+    return [model["model"], state, pid, memory, predicted, gpu, context, engine, requests, _end_text(model)]
 
 
 def _end_text(model: dict[str, Any]) -> str:

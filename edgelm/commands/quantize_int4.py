@@ -17,7 +17,7 @@ from typing import Any, Self
 from edgelm.base.config import load_config
 from edgelm.base.disk import unfinished
 from edgelm.base.errors import BusyError, EdgeLMError, EngineError, ModelError, RequestError, UsageError
-from edgelm.base.machine.gpu import INSTALL
+from edgelm.base.machine.llama_build import extra_command
 from edgelm.base.workers.exit_reason import ModelFiles, exit_reason
 from edgelm.base.workers.parent import Worker
 from edgelm.library.local import installed_model
@@ -56,7 +56,7 @@ def quantize_int4(
     _check_flags(to, group, calibration)
     for package in PACKAGES:
         if find_spec(package) is None:
-            raise EdgeLMError(f"packed INT4 is made by {package}, which is not installed", INSTALL)
+            raise EdgeLMError(f"packed INT4 is made by {package}, which is not installed", extra_command("cuda"))
     config = load_config({})
     folder = _folder(source) or installed_model(source, config).path
     out = _destination(destination, folder)

@@ -31,6 +31,7 @@ WINDOW_S = 60.0  # of the means; the tokens a second are those since the last lo
 FRAME_LINES = 6  # of the screen, around the rows of the models
 
 TITLES = ["MODEL", "RUN", "WAIT", "TOK/S", "TTFT", "HITS", "KV", "DRAFTS", "MEMORY"]
+GPU_TITLE = "GPU"  # the last, where a model has memory of one
 
 Document = dict[str, Any]
 
@@ -49,6 +50,7 @@ class ModelLine:
     kv_cache_usage: float | None
     draft_acceptance: float | None
     rss_bytes: int | None
+    gpu_bytes: int | None  # predicted
 
 
 def show_top(
@@ -125,6 +127,7 @@ class History:
             model["kv_usage"],
             share("spec_decode_num_accepted_tokens_total", "spec_decode_num_draft_tokens_total"),
             model["rss_bytes"],
+            model.get("gpu_bytes"),
         )
 
 
@@ -133,9 +136,10 @@ def frame(history: History, width: int, max_models: int | None = None, note: str
     lines, now = history.lines(), history.now
     visible = lines[:max_models]
     table = Table(box=None, pad_edge=False, expand=False, padding=(0, 1, 0, 0))
-    rows = [TITLES, *map(_cells, visible)]
+    width_of_row = len(TITLES) + any(line.gpu_bytes for line in visible)
+    rows = [row[:width_of_row] for row in ([*TITLES, GPU_TITLE], *map(_cells, visible))]
     others = sum(max(map(len, column)) + 1 for column in zip(*(row[1:] for row in rows), strict=True))
-    for title in TITLES:
+    for title in rows[0]:
         table.add_column(title, justify="left" if title == "MODEL" else "right", no_wrap=True)
     for line, (name, *numbers) in zip(visible, rows[1:], strict=True):
         name = name if len(name) <= width - others else f"{name[: max(width - others - 1, 1)]}…"
@@ -251,7 +255,12 @@ def _cells(line: ModelLine) -> list[str]:
     def number(value: int | None) -> str:
         return "-" if value is None else str(value)
 
-    first_s, nbytes = line.time_to_first_token_s, line.rss_bytes
+    def size(nbytes: int | None) -> str:
+        if nbytes is None:
+            return "-"
+        return f"{nbytes / 2**20:,.0f}M" if nbytes < 10 * 2**30 else f"{nbytes / 2**30:,.1f}G"
+
+    first_s = line.time_to_first_token_s
     return [
         shown(line.model if line.state == "ready" else f"{line.model} ({line.state})"),
         number(line.running),
@@ -261,7 +270,8 @@ def _cells(line: ModelLine) -> list[str]:
         share(line.prefix_cache_hit_share),
         share(line.kv_cache_usage),
         share(line.draft_acceptance),
-        "-" if nbytes is None else f"{nbytes / 2**20:,.0f}M" if nbytes < 10 * 2**30 else f"{nbytes / 2**30:,.1f}G",
+        size(line.rss_bytes),
+        size(line.gpu_bytes),
     ]
 
 

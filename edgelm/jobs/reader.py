@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from edgelm.base.config import Settings
 from edgelm.base.errors import EdgeLMError, ModelError
 from edgelm.base.machine.cpu import usable_cores
-from edgelm.base.machine.gpu import INSTALL, has_torch
+from edgelm.base.machine.gpu import has_torch
+from edgelm.base.machine.llama_build import extra_command
 from edgelm.base.machine.memory import available_memory_bytes
 from edgelm.base.workers.child import answer_requests
 from edgelm.checkpoints.encoder import is_encoder_folder
@@ -78,7 +79,9 @@ def read_details(path: Path, settings: Settings) -> dict[str, Any]:
                 details = folder_details(model)
                 encoder = is_encoder_folder(path)
                 if not has_torch() and not encoder:
-                    details = replace(details, problem=f"safetensors need torch, which is not installed; {INSTALL}")
+                    details = replace(
+                        details, problem=f"safetensors need torch, which is not installed; {extra_command('cuda')}"
+                    )
                 memory = None if details.problem else _folder_memory(model, settings, by_llama=encoder)
                 identity = content_identity(model)
             document = {"format": "safetensors", "memory": memory, "identity": identity, "projector": None}

@@ -115,10 +115,12 @@ def require_runnable(model: LocalModel) -> LocalModel:
     """Return the model if an engine for it is installed. Raises ModelError."""
     if runs_here(model):
         return model
+    from edgelm.base.machine.llama_build import extra_command  # as above
+
     twin = _gguf_twin(model)
     other = f"edgelm pull {twin}, the same model as a GGUF" if twin else "use a GGUF of the same model"
     raise ModelError(
-        f"{shown(model.name)} is a folder of safetensors, which needs torch", f"pipx install 'edgelm[cuda]', or {other}"
+        f"{shown(model.name)} is a folder of safetensors, which needs torch", f"{extra_command('cuda')}, or {other}"
     )
 
 

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -30,8 +31,8 @@ from edgelm.backends.torch import trial
 from edgelm.base.config import Settings
 from edgelm.base.errors import EdgeLMError
 from edgelm.base.machine import cuda, gpu
-from edgelm.base.machine.gpu import NO_DRIVER, CudaState, StandingGpu, standing_gpu
-from edgelm.base.machine.llama_build import InstalledLlama, gpu_backend_command
+from edgelm.base.machine.gpu import NOT_NVIDIA, CudaState, StandingGpu, standing_gpu
+from edgelm.base.machine.llama_build import InstalledLlama, extra_command, gpu_backend_command
 from tests.tiny import write_tiny
 
 SMI = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that the latest ..."
@@ -40,18 +41,21 @@ BLOCKED = "Failed to initialize NVML: GPU access blocked by the operating system
 LOST = "Failed to initialize NVML: Unknown Error"
 TOO_OLD = "CUDA initialization: The NVIDIA driver on your system is too old (found version {}). Please update your GPU"
 OUR_WHEEL = InstalledLlama("edgelm-llama", "0.3.36.1", Path("/nowhere"))
-TYPE = gpu_backend_command(OUR_WHEEL, "cuda", Path("/home/me/.local/share/pipx/venvs/edgelm"))
-GGUF = Situation(model="a GGUF", cuda=CudaState(NO_DRIVER), offload_hint=TYPE)
+PIPX = Path("/home/me/.local/share/pipx/venvs/edgelm")
+TYPE = gpu_backend_command(OUR_WHEEL, "cuda", PIPX)
+GGUF = Situation(model="a GGUF", cuda=CudaState(cuda.NO_GPU), offload_hint=TYPE)
 LISTED = ("NVIDIA GeForce RTX 3060", 12288, 11300)
 WORKER = """
 import sys
-from edgelm.backends.gpu_check import Begun, Checked
+from edgelm.backends.gpu_check import Begun, Checked, Counted
 from edgelm.base.workers.child import run_job
 from edgelm.backends.gpu_check import CheckGpu
 def check(request, child):
     for op, detail in (("", ""), ("matmul", "q4_k, 4096 x 4096, 1 row"), ("matmul", "q6_k, 4096 x 14336, 1 row"),
                        ("attention", "f16, 32:8 heads of 128, 1 token"), ("sampling", "128256 tokens")):
         child.send(Begun(op, detail))
+        if not op:
+            child.send(Counted(4, 1, 1))
     child.send(Checked("NVIDIA GeForce RTX 3060", ()))
 sys.exit(run_job({CheckGpu: check}))
 """
@@ -101,6 +105,7 @@ def torch_without(version: int) -> CudaState:
         patch.object(torch, "__version__", "2.13.0"),
         patch.object(torch.cuda, "is_available", warns),
         patch.object(cuda, "install_command", lambda package: f"type: pipx inject edgelm {package!r}"),
+        patch.object(cuda, "gpu_backend_command", lambda _, backend: gpu_backend_command(OUR_WHEEL, backend, PIPX)),
     ):
         return cuda._check_gpu()
 
@@ -116,7 +121,7 @@ def choices() -> Iterator[tuple[str, Settings, Situation]]:
     """Yield the machines whose driver lists a GPU that is not used."""
     card, big = StandingGpu(LISTED[0]), StandingGpu("NVIDIA GeForce RTX 4090")
     there = replace(GGUF, has_torch=True, cuda=CudaState("", "", big.name, 22 * 2**30, 24 * 2**30), gpu=big)
-    alone = replace(GGUF, gpu=card, cuda=CudaState("torch is not installed", "pipx install 'edgelm[cuda]'"))
+    alone = replace(GGUF, gpu=card, cuda=CudaState("torch is not installed", extra_command("cuda", PIPX)))
     unknown = "the torch engine does not support the architecture 'qwen35moe'"
     yield "RTX 3060, edgelm alone", Settings(), alone
     yield (
@@ -155,9 +160,40 @@ def choices() -> Iterator[tuple[str, Settings, Situation]]:
         replace(
             there,
             llama_problem="llama.cpp does not read safetensors",
-            cuda=CudaState("triton is not installed", gpu.INSTALL),
+            cuda=CudaState("triton is not installed", extra_command("cuda", PIPX)),
         ),
     )
+
+
+def owners() -> Iterator[tuple[str, Settings, Situation]]:
+    """Yield machines with their packages: what each way to run a GGUF says of itself."""
+    there = CudaState("", "", "a GPU", 10 * 2**30, 12 * 2**30)
+    no_torch = CudaState("torch is not installed", extra_command("cuda", PIPX))
+    bare, nvidia = replace(GGUF, offload_hint=""), StandingGpu(LISTED[0])
+    amd, arc = (StandingGpu(f"the {name} GPU", NOT_NVIDIA, backend="vulkan") for name in ("AMD", "Intel"))
+    offload = {"has_offload": True, "has_card": True}
+    vulkan = gpu_backend_command(OUR_WHEEL, "vulkan", PIPX)
+    ours = replace(bare, gpu=nvidia, cuda=there, has_torch=True)
+    yield "RTX 3060, edgelm[cuda,llama-cuda], before the trial", Settings(), replace(ours, **offload)
+    yield "RTX 3060, edgelm[cuda,llama-cuda], a trial for ours", Settings(), replace(ours, **offload, faster="torch")
+    yield (
+        "RTX 4090, edgelm[cuda,llama-cuda], a trial for llama.cpp",
+        Settings(),
+        replace(ours, **offload, faster="llama"),
+    )
+    yield "RTX 5090, edgelm[cuda]", Settings(), replace(ours, offload_hint=TYPE)
+    yield "RTX 5090 in WSL, edgelm[llama-cuda]", Settings(), replace(bare, gpu=nvidia, cuda=no_torch, **offload)
+    yield (
+        "laptop, Intel's GPU and an RTX 4060, edgelm[vulkan]",
+        Settings(),
+        replace(bare, gpu=nvidia, cuda=no_torch, **offload),
+    )
+    yield "laptop, Intel's GPU alone, edgelm[vulkan]", Settings(), replace(bare, has_offload=True)
+    yield "laptop, Intel's GPU alone", Settings(), bare
+    yield "RX 7900, edgelm alone", Settings(), replace(bare, gpu=amd, offload_hint=vulkan)
+    yield "RX 7900, edgelm[vulkan]", Settings(), replace(bare, gpu=amd, **offload)
+    yield "Arc B580, edgelm alone", Settings(), replace(bare, gpu=arc, offload_hint=vulkan)
+    yield "a Mac, whose wheel has Metal", Settings(), replace(bare, has_offload=True)
 
 
 def parts() -> Iterator[tuple[str, Placement, int]]:
@@ -197,6 +233,7 @@ def commands(folder: Path) -> None:
         ("eval", model, text),
         ("plan", model),
         ("doctor",),
+        ("doctor", "--gpu", "--out", folder / "report.txt"),
     ):
         command = [sys.executable, "-m", "edgelm", *map(str, arguments)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
@@ -208,6 +245,40 @@ def commands(folder: Path) -> None:
         ]
         shown = " ".join(Path(argument).name if isinstance(argument, Path) else argument for argument in arguments)
         show(f"edgelm {shown}", *(about or lines[-3:]))
+    served(folder, model, environment)
+
+
+def served(folder: Path, model: Path, environment: dict[str, str]) -> None:
+    """Run a server with the model, and look at its log, `ps`, and a chat in plain lines."""
+
+    def edgelm(*arguments: str, said: str = "") -> str:
+        command = [sys.executable, "-m", "edgelm", *arguments]
+        done = subprocess.run(
+            command, env=environment, input=said, capture_output=True, text=True, timeout=300, check=False
+        )
+        return (done.stdout + done.stderr).replace(str(folder), "~")
+
+    log = folder / "log"
+    with log.open("w") as file:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "edgelm", "serve", str(model), "--port", "0"],
+            env=environment,
+            stdout=file,
+            stderr=file,
+        )
+        try:
+            deadline = time.monotonic() + 60
+            while "http" not in log.read_text() and time.monotonic() < deadline:
+                time.sleep(0.2)
+            edgelm("load", "tiny")
+            listing = edgelm("ps").splitlines()
+            chat = edgelm("--plain", "--model", "tiny", said="hello\n/quit\n").splitlines()
+        finally:
+            server.terminate()
+            server.wait(60)
+    show("edgelm serve tiny.gguf (its log)", *(line for line in log.read_text().splitlines() if "GPU" in line))
+    show("edgelm ps", *listing[1:])
+    show("edgelm --plain --model tiny", *(line for line in chat if "GPU" in line))
 
 
 def main() -> None:
@@ -225,6 +296,11 @@ def main() -> None:
         print("\nThe driver lists it\n")
         for title, settings, situation in choices():
             show(title, choose_engine(settings, situation).unused_gpu)
+        print("\nThe ways to run a GGUF, as `edgelm plan` shows them: > is taken\n")
+        for title, settings, situation in owners():
+            choice = choose_engine(settings, situation)
+            ways = [f"{'>' if way.taken else ' '} {way.name:<26} {way.reason}".rstrip() for way in choice.routes]
+            show(title, *ways, *filter(None, [choice.unused_gpu]))
         print("\nA part of the model is the processor's\n")
         used = choose_engine(Settings(), replace(GGUF, has_offload=True, has_card=True))
         for title, placement, layers in parts():

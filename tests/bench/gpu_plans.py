@@ -183,6 +183,18 @@ def nemotron3() -> Model:
     return Model("nemotron3:nano", "nemotron_h_moe", keys, [kinds[kind] for kind in pattern], 2688, 131_072)
 
 
+def qwen3(name: str, layers: int, width: int, heads: int, ffn: int) -> Model:
+    keys = {
+        "attention.head_count": heads, "attention.head_count_kv": 8, "attention.key_length": 128,
+        "attention.value_length": 128, "context_length": 40_960,
+    }  # fmt: skip
+    layer = [*attention(width, heads, 8, 128), *dense(width, ffn)]
+    return Model(name, "qwen3", keys, [layer] * layers, width, 151_936)
+
+
+QWEN3_8B = qwen3("qwen3:8b", 36, 4096, 32, 12_288)
+QWEN3_14B = qwen3("qwen3:14b", 40, 5120, 40, 17_408)
+
 MODELS = (
     qwen35("qwen3.6:35b-a3b", 40, 2048, 16, 2, 32, 512, experts=256),
     qwen35("qwen3.6:27b", 64, 5120, 24, 4, 48, 17_408),

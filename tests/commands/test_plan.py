@@ -22,6 +22,7 @@ from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.summary import model_facts
 from edgelm.commands import plan as plan_module
 from edgelm.commands.cli import run_cli
+from edgelm.commands.plan_loaded import Beside, Loaded
 from tests.adapters import write_adapter
 from tests.library.projector_file import write_projector
 from tests.odd_models import write_odd
@@ -243,3 +244,14 @@ def test_a_projector_of_another_model_is_told_or_refused(model: Path, edgelm: Ed
     code, _, errors = edgelm("plan", model, "--mmproj", other)
     assert code == 1
     assert "mmproj-tiny.gguf is the projector of another model" in errors
+
+
+def test_models_of_the_server_that_hold_the_gpu_are_named() -> None:
+    idle = Loaded("a", predicted_bytes=0, memory_bytes=10**9, is_idle=True, gpu_bytes=5 * 10**9)
+    busy = Loaded("b", predicted_bytes=2 * 10**9, memory_bytes=10**9, is_idle=False)
+    beside = Beside((idle, busy))
+    lines = [line.strip() for line in beside.lines(10**9, 4 * 10**9, gpu_is_short=True)]
+    assert "a: 1.00 GB, and 5.00 GB of the GPU" in lines
+    assert "b: 1.00 GB, predicted 2.00 GB" in lines
+    assert lines[-1] == "the server unloads a for it where that frees enough of the GPU: 5.00 GB"
+    assert not any("unloads" in line for line in beside.lines(10**9, 4 * 10**9))

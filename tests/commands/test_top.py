@@ -305,3 +305,12 @@ def read_until(terminal: int, text: bytes) -> bytes:
         assert time.monotonic() < deadline, shown
         shown += read_some(terminal)
     return shown
+
+
+def test_memory_on_a_gpu_has_a_column_where_a_model_has_some() -> None:
+    one = History(document(0, model("a")))
+    assert "GPU" not in "\n".join(drawn(one, 100))
+    both = drawn(History(document(0, model("a"), model("b", gpu_bytes=5 * 2**30))), 100)
+    head, first, second = (line.split() for line in both if line.startswith(("MODEL", "a ", "b ")))
+    assert head[-2:] == ["MEMORY", "GPU"]
+    assert (first[-2:], second[-2:]) == (["300M", "-"], ["300M", "5,120M"])

@@ -21,9 +21,11 @@ def model_called(name: str) -> LocalModel:
     return LocalModel(name, Path(f"/{name}.gguf"))
 
 
-def footprint(total: int, *, peak: int | None = None, preferred: bool = True) -> Footprint:
+def footprint(
+    total: int, *, peak: int | None = None, preferred: bool = True, device: str = "cpu", offloaded: int = 0
+) -> Footprint:
     return Footprint(
-        device="cpu",
+        device=device,
         context=512,
         kv="f16",
         weights_bytes=total,
@@ -34,6 +36,7 @@ def footprint(total: int, *, peak: int | None = None, preferred: bool = True) ->
         load_peak_bytes=peak or total,
         spare_bytes=0,
         is_preferred=preferred,
+        offloaded_bytes=offloaded,
     )
 
 

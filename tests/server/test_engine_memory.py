@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from edgelm.base.errors import EdgeLMError, ModelError, StillLoadingError
 from edgelm.base.workers.messages import Footprint
 from edgelm.library.scan import LocalModel
 from edgelm.server.engines import memory
-from edgelm.server.engines.memory import DRAIN_S, ROOM_LIMIT_S
+from edgelm.server.engines.memory import DRAIN_S, ROOM_LIMIT_S, Measured
 from edgelm.server.engines.slots import EngineSlot
 from edgelm.server.engines.table import EngineTable
 from tests.counts import Count
@@ -85,6 +86,70 @@ class Engines(Launches):
 
         process.on_end = ended
         return process
+
+
+class CardHost(FakeHost):
+    """A machine with a GPU, on which llama.cpp places as much of a model as is free; `cards` says how much that is."""
+
+    def __init__(self, sizes: dict[str, int], cards: dict[str, int], gpu_total: int | None) -> None:
+        super().__init__(100, sizes)
+        self.cards = cards
+        self.gpu_total = gpu_total  # None: nothing tells what is free of it
+        self.on_card: dict[int, int] = {}  # process: bytes
+
+    @property
+    def gpu_free(self) -> int:
+        return (self.gpu_total or 0) - sum(self.on_card.values())
+
+    async def predict(self, model: LocalModel, usable_bytes: int | None, freed_gpu_bytes: int = 0) -> Footprint:
+        wanted, free = self.cards.get(model.name, 0), self.gpu_free + freed_gpu_bytes
+        there = wanted if self.gpu_total is None else max(0, min(wanted, free))
+        size = self.sizes.get(model.name, 1) + wanted - there
+        if usable_bytes is not None and size > usable_bytes:
+            raise ModelError(f"{model.name} needs {size}, {usable_bytes} are free")
+        return footprint(size, device="gpu" if wanted else "cpu", offloaded=there)
+
+    async def measure(self, pids: Collection[int]) -> Measured:
+        measured = await super().measure(pids)
+        if self.gpu_total is None:
+            return measured
+        return replace(measured, gpu_free_bytes=self.gpu_free, one_gpu_free_bytes=self.gpu_free)
+
+
+class CardEngines(Launches):
+    """Engines that load at once, in the memory that they were promised."""
+
+    def __init__(self, host: CardHost) -> None:
+        super().__init__()
+        self.host = host
+        self.promised: dict[str, Footprint | None] = {}
+
+    async def __call__(self, model: LocalModel, planned: Footprint | None) -> FakeProcess:
+        process = await super().__call__(model, planned)
+        self.promised[model.name] = planned
+        planned = planned or await self.host.predict(model, None)
+        loop, on_card, taken = asyncio.get_running_loop(), self.host.on_card, self.host.taken
+        timer = loop.call_later(LOAD_S, process.load)
+        timers = [timer, loop.call_later(LOAD_S / 2, on_card.update, {process.pid: planned.offloaded_bytes})]
+        timers.append(loop.call_later(LOAD_S / 2, taken.update, {process.pid: planned.total_bytes}))
+
+        def ended() -> None:
+            for each in timers:
+                each.cancel()
+            on_card.pop(process.pid, None)
+            taken.pop(process.pid, None)
+
+        process.on_end = ended
+        return process
+
+
+@asynccontextmanager
+async def with_card(
+    sizes: dict[str, int], cards: dict[str, int], gpu_total: int | None
+) -> AsyncIterator[tuple[EngineTable, CardEngines]]:
+    engines = CardEngines(CardHost(sizes, cards, gpu_total))
+    async with EngineTable(engines, engines.host) as table:
+        yield table, engines
 
 
 @contextmanager
@@ -522,6 +587,126 @@ def test_an_engine_that_crashes_as_it_ends_leaves_its_place_to_the_next_one_at_o
                 assert slot.now() - began < 10
             await asyncio.gather(*asked)
             assert engines.models == ["a", "b", "a"]
+
+    run(test())
+
+
+# -- llama.cpp's layers on a GPU ---------------------------------------------------------------------------------------
+
+
+def test_a_model_on_the_gpu_makes_room_for_another_one_there() -> None:
+    """Main memory is ample: only the GPU is short."""
+
+    async def test() -> None:
+        async with with_card({"a": 1, "b": 1, "c": 1}, {"a": 6, "b": 6, "c": 3}, 10) as (table, engines):
+            for model in (A, C, B):
+                await ask(table, model)
+            assert loaded(table) == ["b", "c"]
+            planned = engines.promised["b"]
+            assert planned is not None
+            assert planned.offloaded_bytes == 6, "and not the 1 that was free"
+
+    run(test())
+
+
+def test_a_model_that_waits_for_the_gpu_waits_for_those_that_have_it() -> None:
+    async def test() -> None:
+        async with with_card({"a": 1, "b": 1, "c": 50}, {"a": 6, "b": 6}, 10) as (table, _):
+            busy = asyncio.create_task(ask(table, A, 20))
+            idle = asyncio.create_task(ask(table, C))
+            await asyncio.sleep(2 * LOAD_S + 2)
+            async with table.lease(B) as slot:
+                with pytest.raises(StillLoadingError, match="a is in use"):
+                    await slot.ready(3)
+                await slot.ready(600)
+            assert loaded(table) == ["b", "c"], "the end of c would have freed nothing of the GPU"
+            await asyncio.gather(busy, idle)
+
+    run(test())
+
+
+def test_a_pinned_model_leaves_a_part_of_the_gpu_to_another_one() -> None:
+    async def test() -> None:
+        async with with_card({"a": 1, "b": 1}, {"a": 6, "b": 6}, 10) as (table, engines):
+            await ask(table, A, keep_alive_s=math.inf)
+            await ask(table, B)
+            planned = engines.promised["b"]
+            assert planned is not None
+            assert (planned.offloaded_bytes, planned.total_bytes) == (4, 3)
+            assert loaded(table) == ["a", "b"]
+
+    run(test())
+
+
+def test_two_loads_at_once_are_not_promised_the_same_bytes_of_the_gpu() -> None:
+    async def test() -> None:
+        async with with_card({"a": 1, "b": 1, "c": 1}, {"a": 6, "b": 6, "c": 4}, 10) as (table, engines):
+            await ask(table, C, keep_alive_s=1)
+            await asyncio.gather(ask(table, A, 5), ask(table, B, 5))
+            assert engines.host.gpu_free >= 0
+            assert loaded(table) == ["b"]
+
+    run(test())
+
+
+def test_main_memory_is_made_free_by_models_that_have_it() -> None:
+    """The one on the GPU was used least recently, and its end would free 1 of main memory."""
+
+    async def test() -> None:
+        async with with_card({"a": 1, "b": 60, "c": 60}, {"a": 6}, 10) as (table, _):
+            for model in (A, B, C):
+                await ask(table, model)
+            assert loaded(table) == ["a", "c"]
+
+    run(test())
+
+
+def test_a_gpu_that_nothing_measures_bounds_nothing() -> None:
+    async def test() -> None:
+        async with with_card({"a": 1, "b": 1}, {"a": 6, "b": 6}, None) as (table, _):
+            for model in (A, B):
+                await ask(table, model)
+            assert loaded(table) == ["a", "b"]
+
+    run(test())
+
+
+def test_our_kernels_get_a_gpu_of_their_own_size() -> None:
+    """Two GPUs of 10: two models of 6 lie on one each, and a third one takes the place of the first."""
+
+    class Host(FakeHost):
+        def __init__(self) -> None:
+            super().__init__()
+            self.free = [10, 10]
+
+        async def predict(self, model: LocalModel, usable_bytes: int | None, freed_gpu_bytes: int = 0) -> Footprint:
+            return footprint(6, device="cuda")
+
+        async def measure(self, pids: Collection[int]) -> Measured:
+            return replace(
+                await super().measure(pids), gpu_free_bytes=sum(self.free), one_gpu_free_bytes=max(self.free)
+            )
+
+    class Ours(Launches):
+        async def __call__(self, model: LocalModel, planned: Footprint | None) -> FakeProcess:
+            process = await super().__call__(model, planned)
+            card = host.free.index(max(host.free))
+            host.free[card] -= 6
+
+            def ended() -> None:
+                host.free[card] += 6
+
+            process.on_end = ended
+            asyncio.get_running_loop().call_later(LOAD_S, process.load)
+            return process
+
+    host = Host()
+
+    async def test() -> None:
+        async with EngineTable(Ours(), host) as table:
+            for model in (A, B, C):
+                await ask(table, model)
+            assert loaded(table) == ["b", "c"]
 
     run(test())
 

@@ -44,15 +44,19 @@ async def test_progress_then_ready(tmp_path: Path) -> None:
         assert (await process.ended()).message == "the engine process ended with code 0"
 
 
-async def test_notes_are_logged_and_the_first_line_of_status(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    lines = [("note", "it is slow"), ("status", "checking"), ("note", "and old"), ("status", "checking more")]
+async def test_notes_are_logged_and_the_first_line_of_each_kind_of_status(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That one tells how much there is to do."""
+    lines = [("note", "it is slow"), ("status", "checking: 1 of 40, a"), ("note", "and old")]
+    lines += [("status", "checking: 2 of 40, b"), ("status", "compiling: 0 of 27"), ("status", "compiling: 1 of 27")]
     program = "".join(f"emit({{'event': '{event}', 'text': '{text}'}}); " for event, text in lines)
     async with asyncio.timeout(LIMIT_S):
         process = await start(f"{program}emit({READY}); sys.stdin.read()", tmp_path)
         await process.ready()
         await process.close()
     assert [record.getMessage() for record in caplog.records] == [
-        f"m.gguf: {text}" for text in ("it is slow", "checking", "and old")
+        f"m.gguf: {text}" for text in ("it is slow", "checking: 1 of 40, a", "and old", "compiling: 0 of 27")
     ]
 
 

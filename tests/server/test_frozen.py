@@ -184,17 +184,22 @@ def is_silent(front: Front, pid: int) -> bool:
     return bool(state["silent_s"]) or state["pid"] != pid
 
 
+ENGINE = {"model": "m", "state": "ready", "progress": 1.0, "pid": 7, "context": 512, "engine": "llama", "device": "cpu"}
+ENGINE |= {"memory_bytes": 1, "predicted_bytes": 1, "requests": 1, "pinned": False, "expires_in_s": None}
+STATE = {"version": "1", "address": "a", "pid": 1, "memory": {"limit_bytes": None, "free_bytes": 1}}
+
+
 def test_ps_tells_of_a_frozen_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    engine = {
-        "model": "m",
-        "state": "ready",
-        "progress": 1.0,
-        "pid": 7,
-        "context": 512,
-        "engine": "llama",
-        "device": "cpu",
-    }
-    engine |= {"memory_bytes": 1, "predicted_bytes": 1, "requests": 1, "pinned": False, "expires_in_s": None}
-    state = {"version": "1", "address": "a", "pid": 1, "memory": {"limit_bytes": None, "free_bytes": 1}}
-    show(state | {"models": [engine | {"waits_for": None, "error": None, "silent_s": 12.3}]})
-    assert "m: its process is frozen for 12 s; it is ended soon" in capsys.readouterr().out
+    show(STATE | {"models": [ENGINE | {"waits_for": None, "error": None, "silent_s": 12.3}]})
+    plain = capsys.readouterr().out
+    assert "m: its process is frozen for 12 s; it is ended soon" in plain
+    assert "GPU" not in plain
+
+
+def test_ps_tells_of_the_memory_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    memory = {"limit_bytes": None, "free_bytes": 1, "gpu_free_bytes": 3 * 2**30}
+    partial = ENGINE | {"device": "CUDA0, 20 of 37 layers", "gpu_bytes": 2**30, "waits_for": None, "error": None}
+    show(STATE | {"models": [partial], "memory": memory})
+    lines = capsys.readouterr().out.splitlines()
+    assert "GPU" in lines[1].split()
+    assert lines[-1] == "GPU: 1.07 GB predicted; 3.22 GB are free"

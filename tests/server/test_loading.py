@@ -105,6 +105,7 @@ def test_load_ps_plan_and_unload_by_commands(front: Front, environment: dict[str
     assert (status["small"], status["alias"], status["long"]) == ("loaded", "loaded", "unloaded")
     plan = json.loads(printed(environment, "plan", "starter", "--json"))
     assert [model["model"] for model in plan["beside"]["models"]] == ["small"]
+    assert plan["beside"]["models"][0]["gpu_bytes"] == 0
     assert "small: " in "\n".join(loaded_beside(Path(environment["EDGELM_RUNTIME_DIR"])).lines(1, 0))
     shown = printed(environment, "ps")
     assert all(word in shown for word in ("PREDICTED", "small", "30 min", "are free"))

@@ -39,18 +39,35 @@ def test_a_prediction_and_a_refusal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "free"),
+    ("gpus", "amd", "free", "most"),
     [
-        ([Gpu("A", 80, 40), Gpu("B", 80, 70)], 70),
-        ([Gpu("GB10", 0, 0)], 1000),  # its memory is the processor's
-        ([], 0),
+        ([Gpu("A", 800, 400), Gpu("B", 800, 700)], [], 1100, 700),
+        ([], [Gpu("C", 800, 600)], 600, 600),
+        ([Gpu("GB10", 0, 0)], [], 1000, 1000),  # its memory is the processor's
+        ([], [], None, 0),
     ],
 )
-def test_the_free_memory_of_the_gpu(monkeypatch: pytest.MonkeyPatch, gpus: list[Gpu], free: int) -> None:
+def test_the_free_memory_of_the_gpus(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[Gpu], amd: list[Gpu], free: int | None, most: int
+) -> None:
     monkeypatch.setattr(memory, "has_torch", lambda: True)
     monkeypatch.setattr(memory, "usable_gpus", lambda: gpus)
+    monkeypatch.setattr(memory, "amd_gpus", lambda: amd)
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 1000)
-    assert memory.measure([]).gpu_free_bytes == int(memory.USABLE * free)
+    measured = memory.measure([])
+    assert measured.gpu_free_bytes == (None if free is None else int(memory.USABLE * free))
+    assert measured.one_gpu_free_bytes == int(memory.USABLE * most)
+
+
+def test_a_gpu_that_nothing_can_use_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ask a laptop's wakes it."""
+    asked: list[Gpu] = []
+    monkeypatch.setattr(memory, "has_torch", lambda: False)
+    monkeypatch.setattr(memory, "has_gpu_backend", lambda: False)
+    monkeypatch.setattr(memory, "usable_gpus", lambda: asked.append(Gpu("A", 800, 400)) or asked)
+    assert memory.measure([]).gpu_free_bytes is None
+    monkeypatch.setattr(memory, "has_gpu_backend", lambda: True)
+    assert memory.measure([]).gpu_free_bytes == int(memory.USABLE * 400)
 
 
 def test_a_file_that_is_gone_is_one_line(tmp_path: Path) -> None:

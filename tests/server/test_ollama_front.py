@@ -6,13 +6,19 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
+import pytest
 
+from edgelm.base.workers.messages import Ready
 from edgelm.server.api.dialects import COUNTS, DIALECTS, POOLED, TEXTS
+from edgelm.server.models import Listed
+from edgelm.server.routes.ollama import _running
 from tests.library.test_ollama_store import store_model
 from tests.ports import free_port
+from tests.server.fake_engines import footprint
 from tests.server.harness import ENDLESS, Front, serving, until
 
 FAST = {"options": {"num_predict": 3, "temperature": 0}}
@@ -62,6 +68,8 @@ def test_a_stream_and_a_whole_answer(front: Front) -> None:
     assert text.json()["prompt_eval_count"] < whole["prompt_eval_count"]
     (running,) = [model for model in front.http.get("/api/ps").json()["models"] if model["name"] == "tiny:latest"]
     assert running["context_length"] == 512
+    assert running["size"] == front.ps("tiny")["predicted_bytes"]
+    assert running["size_vram"] == 0
 
 
 def test_without_a_content_type_a_program_is_heard_and_a_page_is_not(front: Front) -> None:
@@ -152,3 +160,27 @@ def test_a_model_of_ollamas_store_answers_at_the_second_port(own: dict[str, str]
             assert free.post(f"{second}/api/generate", json=asked, timeout=60).json()["done"]
             assert front.ps("ollama:small:1b")["state"] == "ready"
     assert blob.stat().st_mtime_ns == before.st_mtime_ns
+
+
+@pytest.mark.parametrize(
+    ("device", "plan", "size", "vram"),
+    [
+        ("CUDA0, 20 of 37 layers", {"device": "gpu", "offloaded": 60}, 100, 60),
+        ("CUDA0", {"device": "gpu", "offloaded": 60}, 100, 100),  # main memory holds only what no GPU takes
+        ("NVIDIA GeForce RTX 3060", {"device": "cuda"}, 40, 40),
+        ("cpu", {}, 40, 0),
+    ],
+)
+def test_what_lies_on_a_gpu_is_told_as_ollama_does(
+    tmp_path: Path, device: str, plan: dict[str, Any], size: int, vram: int
+) -> None:
+    (tmp_path / "m.gguf").touch()
+    listed = Listed("m", tmp_path / "m.gguf", 0, {})
+    slot = SimpleNamespace(
+        footprint=footprint(40, **plan),
+        process=SimpleNamespace(info=Ready("m", "llama", device, 512)),
+        keep_alive_s=1.0,
+        idle_s=0.0,
+    )
+    entry = _running(listed, slot)
+    assert (entry["size"], entry["size_vram"]) == (size, vram)

@@ -79,7 +79,7 @@ def test_ps_shows_a_loaded_model(front: Front, environment: dict[str, str]) -> N
     assert state["models"][0].keys() == {
         *("model", "path", "state", "progress", "pid", "context", "engine", "device", "requests", "rss_bytes"),
         *("idle_s", "error", "cuda_problem", "keep_alive_s", "expires_in_s", "pinned", "waits_for", "silent_s"),
-        *("memory_bytes", "predicted_bytes", "predicted", "promised_bytes", "unused_gpu", "doing"),
+        *("memory_bytes", "predicted_bytes", "gpu_bytes", "predicted", "promised_bytes", "unused_gpu", "doing"),
     }
     assert state["models"][0]["rss_bytes"] > 2**20
 

@@ -33,7 +33,7 @@ from edgelm.backends.snapshots import SnapshotStore
 from edgelm.base.config import Settings
 from edgelm.base.errors import EdgeLMError, EngineError, ModelError
 from edgelm.base.machine.cpu import usable_cores
-from edgelm.base.machine.memory import available_memory_bytes
+from edgelm.base.machine.memory import USABLE, available_memory_bytes
 from edgelm.base.places import Places
 from edgelm.base.workers.messages import EngineJob
 from edgelm.checkpoints.gguf import open_gguf
@@ -93,6 +93,8 @@ def build_llama(
     drafting = job.drafts and settings.drafts
     draft_facts = _read_facts(files.draft) if files.draft and drafting else None
     wish = Wish.of(settings, llama_devices(facts) if gpu else ())
+    if job.gpu_bytes is not None:  # what is free now may be promised to a model that loads beside this one
+        wish = wish.with_room(limit_bytes=int(job.gpu_bytes / USABLE) + 1)
     planned = plan_context(
         job.model,
         facts,

@@ -112,6 +112,26 @@ class Wish:
     cpu_experts: str = "auto"  # --n-cpu-moe
     overrides: tuple[Override, ...] = ()
 
+    def with_room(self, more_bytes: int = 0, limit_bytes: int | None = None) -> Self:
+        """Return the same for devices that have `more_bytes` free, fewer if it is negative, and within a limit.
+
+        Bytes that others give back count where memory is in use, bytes that they will take where it is free.
+        """
+        own = [device for device in self.devices if not device.shared]
+        free = sum(device.free_bytes for device in own)
+        taken = sum(device.total_bytes - device.free_bytes for device in own)
+        more = min(more_bytes, taken)
+        if limit_bytes is not None:
+            more = min(more, limit_bytes - free)
+        if not own or not more:
+            return self
+
+        def moved(device: Device) -> Device:
+            share = (device.total_bytes - device.free_bytes) / taken if more > 0 else device.free_bytes / max(free, 1)
+            return replace(device, free_bytes=max(0, round(device.free_bytes + more * share)))
+
+        return replace(self, devices=tuple(moved(device) if device in own else device for device in self.devices))
+
     @classmethod
     def of(cls, settings: Settings, devices: Sequence[Device]) -> Self:
         """Take the settings for the devices of llama.cpp. Raises EdgeLMError for a name that none of them has."""

@@ -34,7 +34,7 @@ from edgelm.base.config import Settings
 from edgelm.base.errors import DeviceError, DoesNotFitError, EdgeLMError, ModelError
 from edgelm.base.machine.cpu import usable_cores
 from edgelm.base.machine.cuda import context_bytes
-from edgelm.base.machine.gpu import INSTALL
+from edgelm.base.machine.llama_build import extra_command
 from edgelm.base.machine.memory import available_memory_bytes
 from edgelm.base.places import Places, own_places
 from edgelm.base.workers.messages import EngineJob
@@ -356,7 +356,9 @@ def tokenizer_of_folder(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
 def _require_tokenizers() -> None:
     """Raise ModelError without the package `tokenizers`: torch may be installed without edgelm's other extras."""
     if find_spec("tokenizers") is None:
-        raise ModelError("the model's tokenizer needs the package tokenizers, which is not installed", INSTALL)
+        raise ModelError(
+            "the model's tokenizer needs the package tokenizers, which is not installed", extra_command("cuda")
+        )
 
 
 def _read_optional(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, NamedTuple
@@ -11,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from gguf import GGMLQuantizationType as Quant
 
-from edgelm.backends.gpu_check import NO_NUMBER, Begun, Checked, CheckGpu, OpVerdict
+from edgelm.backends.gpu_check import NO_NUMBER, Begun, Checked, CheckGpu, Counted, OpVerdict
 from edgelm.backends.llama.random_gguf import ALL_QUANTS, write_random_gguf
 from edgelm.backends.model import open_model
 from edgelm.backends.torch.build import DTYPES
@@ -50,7 +51,9 @@ def check(
         verdicts[PDL, CHAIN] = _verdict_of_chain(device)
         child.send(Begun("", ""))  # what follows first, making and loading models, is none of it
     with TemporaryDirectory(prefix="edgelm-check-") as folder:
-        for path in [request.model] if request.model else _models_of_all_formats(Path(folder), width):
+        paths = [request.model] if request.model else _models_of_all_formats(Path(folder), width)
+        for number, path in enumerate(paths, 1):
+            count = partial(_send_count, child, number, 1 if request.model else len(SHAPES))
             with open_model(path) as model:
                 found = check_model(
                     model,
@@ -59,11 +62,16 @@ def check(
                     request.modes,
                     quantize=quantize,
                     short=request.short,
+                    counts=count,
                     begins=lambda op, detail: child.send(Begun(op, detail)),
                 )
             for verdict in found:
                 verdicts.setdefault((verdict.op, verdict.detail), verdict)
     child.send(Checked(device_name(device), tuple(verdicts.values())))
+
+
+def _send_count(child: Child, model: int, models: int, kernels: int) -> None:
+    child.send(Counted(kernels, model, models))
 
 
 def _verdict_of_chain(device: torch.device) -> OpVerdict:
@@ -79,9 +87,18 @@ class _Shape(NamedTuple):
 
     layers: int
     quants: Sequence[Quant]
-    ffn: int
     experts: int = 0
     family: Literal["llama", "gemma2"] = "llama"
+
+
+KNOWN = [quant for quant in ALL_QUANTS if quant.name in BLOCK_TYPES or quant.name in PLAIN_TYPES]
+SHAPES = {
+    "all": _Shape(2, KNOWN),
+    "one": _Shape(1, [Quant.Q4_K]),
+    "norms after blocks": _Shape(1, [Quant.Q4_K], family="gemma2"),
+    "experts": _Shape(MAX_LAYERS, KNOWN, experts=8),
+    "experts of one": _Shape(1, [Quant.MXFP4], experts=8),
+}
 
 
 def _models_of_all_formats(folder: Path, width: int) -> Iterator[Path]:
@@ -89,17 +106,9 @@ def _models_of_all_formats(folder: Path, width: int) -> Iterator[Path]:
 
     Gemma 2 has norms after each block, and soft caps.
     """
-    known = [quant for quant in ALL_QUANTS if quant.name in BLOCK_TYPES or quant.name in PLAIN_TYPES]
-    shapes = {
-        "all": _Shape(2, known, 2 * width),
-        "one": _Shape(1, [Quant.Q4_K], 2 * width),
-        "norms after blocks": _Shape(1, [Quant.Q4_K], 2 * width, family="gemma2"),
-        "experts": _Shape(MAX_LAYERS, known, max(width // 4, 256), experts=8),
-        "experts of one": _Shape(1, [Quant.MXFP4], max(width // 4, 256), experts=8),
-    }
-    for name, shape in shapes.items():
-        path = folder / f"{name}.gguf"
-        write_random_gguf(path, width=width, kv_heads=width // 128, **shape._asdict())
+    for name, shape in SHAPES.items():
+        path, ffn = folder / f"{name}.gguf", max(width // 4, 256) if shape.experts else 2 * width
+        write_random_gguf(path, width=width, kv_heads=width // 128, ffn=ffn, **shape._asdict())
         yield path
 
 

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -218,10 +219,15 @@ class TorchExecutor:
         stream = torch.cuda.stream(torch.cuda.current_stream())
         with gpu_errors("--no-graphs runs without CUDA graphs"), stream, torch.inference_mode():
             logits = torch.empty((graphs.sizes[0], self._info.num_vocab), dtype=torch.float32, device=self._device)
+            numbers = count(1)
+
+            def captured() -> None:
+                reports.say(f"recording the GPU's steps: {next(numbers)} of {len(graphs.sizes) + graphs.num_steps}")
+
             for size in graphs.sizes:  # first, since the sampler's copy of the logits is the largest piece of memory
                 self._device_sampler.capture(logits[:size], graphs.record)
-                reports.alive()
-            graphs.capture(self._run, self._buffers, logits, reports.alive)
+                captured()
+            graphs.capture(self._run, self._buffers, logits, captured)
             self._graphs = graphs
 
     def _warm_up(self, reports: Reports) -> None:

@@ -42,6 +42,11 @@ class Graphs:
         """The numbers of rows that graphs have, the largest first."""
         return sorted({bucket.rows for bucket in self._buckets}, reverse=True)
 
+    @property
+    def num_steps(self) -> int:
+        """The number of graphs of steps; of some rows there are two."""
+        return len(self._buckets)
+
     def bucket(self, size: Bucket) -> Bucket | None:
         """Return the smallest bucket that holds a step of that size; None: the step runs without a graph."""
         return next((bucket for bucket in self._buckets if bucket.holds(size)), None)

@@ -221,24 +221,51 @@ def check_model(
     *,
     quantize: Literal["int4"] | None = None,
     short: bool = False,
+    counts: Callable[[int], None] = lambda _: None,
     begins: Callable[[str, str], None] = lambda _, __: None,
 ) -> list[OpVerdict]:
     """Check the ops of a model in these KV modes; `short`: those of one decoded token.
 
-    Raises ModelError, and EngineError for a lack of memory.
+    `counts` gets the number of kernels beforehand, `begins` is called before the first run of each. Raises ModelError,
+    and EngineError for a lack of memory.
     """
     comparison = Comparison(begins)
     with gpu_errors(), nan_filled(), torch.inference_mode():
         decoder = _some_layers(model, device, dtype, quantize)
+        with_graphs = device.type == "cuda" and not short
+        counts(_num_kernels(decoder, device, modes, short=short) + with_graphs * len(modes))
         for mode in modes:
             with observed_by(comparison.observe):
-                executor = TorchExecutor(decoder, _options(mode))
-                logits = (_run_step(executor) if short else _run_steps(executor)).to(device)
-                if mode == modes[0]:
-                    _sample(logits)
-            if device.type == "cuda" and not short:
+                executor = _run(decoder, device, mode, short=short, samples=mode == modes[0])
+            if with_graphs:
                 _check_graph(decoder, mode, executor, comparison)
     return list(comparison.verdicts.values())
+
+
+def _run(decoder: Decoder, device: torch.device, mode: str, *, short: bool, samples: bool) -> TorchExecutor:
+    """Run the steps with an executor of their own; return it."""
+    executor = TorchExecutor(decoder, _options(mode))
+    logits = (_run_step(executor) if short else _run_steps(executor)).to(device)
+    if samples:
+        _sample(logits)
+    return executor
+
+
+def _num_kernels(decoder: Decoder, device: torch.device, modes: Sequence[str], *, short: bool) -> int:
+    """Return how many kernels the steps try: plain torch runs them once, which takes a moment. 0: no memory for it."""
+    found = set()
+
+    def note(op: str, _: Implementation, plain: Implementation, args: tuple[object, ...]) -> Implementation:
+        found.add((op, described(args)))
+        return plain
+
+    try:
+        with observed_by(note):
+            for mode in modes:
+                _run(decoder, device, mode, short=short, samples=mode == modes[0])
+    except OutOfMemoryError:
+        return 0
+    return len(found)
 
 
 def _options(mode: str, *, graphs: bool = False) -> TorchOptions:

@@ -18,9 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from edgelm.base.atomic import atomic_write
+from edgelm.base.errors import EngineError
 from edgelm.base.machine.gpu import (
-    INSTALL,
-    NO_DRIVER,
     VISIBLE,
     CudaState,
     compute_capabilities,
@@ -29,11 +28,12 @@ from edgelm.base.machine.gpu import (
     standing_gpu,
     usable_gpus,
 )
-from edgelm.base.machine.llama_build import install_command
+from edgelm.base.machine.llama_build import extra_command, find_build, gpu_backend_command, install_command
 from edgelm.base.places import own_places
 
 MIN_CAPABILITY = 8, 0
 TRITON = (3, 6), (3, 10)  # the first supported version, and the first that is not
+NO_GPU = "no NVIDIA GPU was found"
 MUCH_FREER = 2  # times the free memory of any other GPU
 DRIVER_FILES = "/dev/nvidiactl", "/dev/dxg"  # Linux, WSL
 
@@ -42,17 +42,20 @@ def find_cuda(driver_files: tuple[str, ...] = DRIVER_FILES) -> CudaState:
     """Check the driver, the packages and the GPU, in this order."""
     if not any(Path(file).exists() for file in driver_files):
         card = standing_gpu()
-        return CudaState(card.problem, card.hint) if card and card.problem and card.ours else CudaState(NO_DRIVER)
+        if not (card and card.ours):
+            return CudaState(NO_GPU)
+        if card.problem:  # else nvidia-smi lists it, so the driver is there under another name
+            return CudaState(card.problem, card.hint)
     for package in ("torch", "triton"):
         if find_spec(package) is None:
-            return CudaState(f"{package} is not installed", INSTALL)
+            return CudaState(f"{package} is not installed", extra_command("cuda"))
     try:
         triton = version("triton")
     except PackageNotFoundError:
         triton = "0"
     number = tuple(int(part) for part in triton.split(".")[:2] if part.isdecimal())
     if not TRITON[0] <= number < TRITON[1]:
-        return CudaState(f"triton is {triton}, and 3.6 to 3.9 are known to work", INSTALL)
+        return CudaState(f"triton is {triton}, and 3.6 to 3.9 are known to work", extra_command("cuda"))
     _name_the_freest_first()
     _name_zig()
     return _check_gpu()
@@ -118,7 +121,7 @@ def _check_gpu() -> CudaState:
     import torch  # not at the top: it takes seconds, and most machines do not need it
 
     if torch.version.cuda is None:
-        return CudaState("this build of torch has no CUDA", INSTALL)
+        return CudaState("this build of torch has no CUDA", f"uninstall torch, then {extra_command('cuda')}")
     try:
         with warnings.catch_warnings(record=True) as noted:
             warnings.simplefilter("always")
@@ -145,8 +148,12 @@ def _unusable(warning: str, torch_version: str, cuda_version: str) -> CudaState:
         major, minor = divmod(int(old[1]), 1000)  # 12040: CUDA 12.4
         needed = f"torch {torch_version}, which is built for CUDA {cuda_version}"
         problem = f"the NVIDIA driver is for CUDA {major}.{minor // 10}, too old for {needed}"
+        try:  # llama.cpp's CUDA 12 needs driver 525, its Vulkan an older one
+            other = gpu_backend_command(find_build(), "cuda" if major >= 12 else "vulkan")
+        except EngineError:
+            other = "`edgelm help gpu` has the command"
         # torch from 2.11 on is built for CUDA 13, which needs driver 580.
-        hint = f"update the driver{driver_place()} to 580 or newer, or use llama.cpp on the GPU (`edgelm help gpu`)"
+        hint = f"update the driver{driver_place()} to 580 or newer, or use llama.cpp on the GPU ({other})"
         if major >= 12:
             hint += f", or keep the driver: {install_command('torch==2.10.*')}"
         return CudaState(problem, hint, old_driver=True)

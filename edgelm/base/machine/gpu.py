@@ -22,7 +22,8 @@ MIB = 2**20
 WSL = Path("usr/lib/wsl/lib")  # the driver of Windows in WSL: a service's PATH may lack it
 CONTAINER_FILES = ".dockerenv", "run/.containerenv"  # Docker, Podman
 KUBERNETES = "KUBERNETES_SERVICE_HOST"
-NVIDIA, AMD = "0x10de", "0x1002"  # vendors on the PCI bus
+NVIDIA, AMD, INTEL = "0x10de", "0x1002", "0x8086"  # vendors on the PCI bus
+ARC = re.compile(r"0x(56|e2)")  # Intel's cards: Alchemist, Battlemage; others are a part of the processor
 DISPLAY = "0x03"  # the class of a graphics card begins so
 LEAST_VRAM = 2**31  # an AMD processor with graphics has less of its own, as a rule
 QUERY = f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"
@@ -35,9 +36,9 @@ MIG_MEMORY = re.compile(
 )
 MIG_NAME = re.compile(r"MIG (\S+)\s+Device\s+(\d+): \(UUID: (MIG-[^)]+)\)")
 CONTAINER_HOST = "the host needs NVIDIA's driver and nvidia-container-toolkit"
+NOT_NVIDIA = "our own kernels need one of NVIDIA"
 NVIDIA_CARD = "the NVIDIA GPU"  # whose name is not known
 NO_DRIVER = "no NVIDIA driver was found"
-INSTALL = "pipx install 'edgelm[cuda]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +99,27 @@ def standing_gpu(root: Path = Path("/")) -> StandingGpu | None:
     if (root / WSL / "nvidia-smi").exists():  # Windows has the driver, and its card is not on this bus
         return StandingGpu(NVIDIA_CARD, *_why_unlisted(root))
     for card in sorted((root / "sys/bus/pci/devices").glob("*")):
-        vendor, kind, memory = (_word(card / name) for name in ("vendor", "class", "mem_info_vram_total"))
+        vendor, kind, device, memory = (
+            _word(card / name) for name in ("vendor", "class", "device", "mem_info_vram_total")
+        )
         if vendor == NVIDIA and kind.startswith(DISPLAY):
             return StandingGpu(NVIDIA_CARD, *_why_unlisted(root))
         if vendor == AMD and memory.isdecimal() and int(memory) >= LEAST_VRAM:
-            return StandingGpu("the AMD GPU", "our own kernels need one of NVIDIA", backend="vulkan")
+            return StandingGpu("the AMD GPU", NOT_NVIDIA, backend="vulkan")
+        if vendor == INTEL and kind.startswith(DISPLAY) and ARC.match(device):
+            return StandingGpu("the Intel GPU", NOT_NVIDIA, backend="vulkan")
     return None
+
+
+def amd_gpus(root: Path = Path("/")) -> list[Gpu]:
+    """Return AMD's graphics cards with memory of their own, by what Linux's driver counts."""
+    found = []
+    for card in sorted((root / "sys/bus/pci/devices").glob("*")):
+        sizes = [_word(card / f"mem_info_vram_{name}") for name in ("total", "used")]
+        if all(size.isdecimal() for size in sizes) and int(sizes[0]) >= LEAST_VRAM:
+            total, used = map(int, sizes)
+            found.append(Gpu("the AMD GPU", total, max(0, total - used)))
+    return found
 
 
 def _why_unlisted(root: Path) -> tuple[str, str]:

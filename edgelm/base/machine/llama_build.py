@@ -95,6 +95,16 @@ def install_command(requirement: str, prefix: Path = Path(sys.prefix)) -> str:
     return f"type: {shlex.quote(str(prefix / 'bin' / 'python'))} -m pip install {requirement}"
 
 
+def extra_command(extra: str, prefix: Path = Path(sys.prefix)) -> str:
+    """Return what to type so that pip installs what an extra of edgelm names, beside edgelm as it is."""
+    requirement = shlex.quote(f"edgelm[{extra}]")
+    if "pipx" in prefix.parts:  # `inject` leaves the package alone that it is there for
+        return f"type: pipx runpip edgelm install {requirement}"
+    if {"uv", "tools"} <= {*prefix.parts}:
+        return f"type: uv tool install {requirement}"
+    return install_command(f"edgelm[{extra}]", prefix)
+
+
 def gpu_library(wheel: GpuWheel, build: InstalledLlama) -> Path | None:
     """Return the backend in a wheel; None if that is not installed.
 
@@ -112,6 +122,16 @@ def gpu_library(wheel: GpuWheel, build: InstalledLlama) -> Path | None:
     if ours != build.version:
         raise EngineError(f"{wheel.package} {ours} is not used, for {READY_MADE} is {build.version}", wheel.hint)
     return folder / "lib" / f"libggml-{wheel.backend}.so"
+
+
+def has_gpu_backend() -> bool:
+    """Return whether a backend for GPUs with memory of their own is installed, of use here or not."""
+    try:
+        names = [path.name for path in find_build().lib_dir.glob("libggml-*")]
+    except EngineError:
+        return False
+    installed = (package_folder(wheel.package.replace("-", "_")) for wheel in GPU_WHEELS)
+    return any(name.startswith(f"libggml-{wheel.backend}.") for name in names for wheel in GPU_WHEELS) or any(installed)
 
 
 def package_folder(name: str) -> Path | None:

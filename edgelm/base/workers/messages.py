@@ -26,6 +26,7 @@ class EngineJob:
     prefixes: Path | None = None  # folder of idle conversations; None: they end with the worker
     drafts: bool = False  # whether to use and extend the drafter's data on disk
     memory_bytes: int | None = None  # that the model may take; None: as much as is free
+    gpu_bytes: int | None = None  # the same of llama.cpp's GPUs
     cuda_problem: str = ""  # why CUDA is not to be used, although it is there: it failed before
 
 
@@ -180,6 +181,16 @@ class Footprint:
     spare_bytes: int  # for idle conversations
     is_preferred: bool  # with more memory, context and KV cache would be the same
     note: str = ""  # that the context is shorter than the one for every model, and why
+    offloaded_bytes: int = 0  # of llama.cpp on GPUs with memory of their own, beside the others
+
+    @property
+    def gpu_bytes(self) -> int:
+        """The bytes on GPUs with memory of their own."""
+        return self.total_bytes if self.device == "cuda" else self.offloaded_bytes
+
+    @property
+    def ram_bytes(self) -> int:
+        return 0 if self.device == "cuda" else self.total_bytes
 
     def with_bytes(self, context_bytes: int) -> Footprint:
         """Return it with those of a CUDA context, which the plan leaves out: it was there when memory was read."""
@@ -192,7 +203,7 @@ class Footprint:
 
     @property
     def promise_bytes(self) -> int:
-        """The bytes that other engines leave to it."""
+        """The bytes that other engines leave to it, beside `offloaded_bytes`."""
         return self.total_bytes + self.spare_bytes
 
 

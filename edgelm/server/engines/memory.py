@@ -2,6 +2,9 @@
 
     free for another = free memory - what engines were promised and have not taken yet       (and within --max-memory)
 
+There are two pools, main memory and that of the GPUs; a model of llama.cpp may take some of both. Several GPUs are one
+pool, of which our kernels use the freest GPU only.
+
 Engines are admitted in the order in which they came. Idle ones end for the first of the queue, the least recently used
 first; busy ones are waited for, and one that is asked all the time gets no more requests until the first one is
 admitted. Pinned ones stay.
@@ -23,13 +26,14 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from edgelm.base.errors import EdgeLMError, ModelError, StillLoadingError
-from edgelm.base.machine.gpu import has_torch, usable_gpus
+from edgelm.base.machine.gpu import amd_gpus, has_torch, usable_gpus
+from edgelm.base.machine.llama_build import has_gpu_backend
 from edgelm.base.machine.memory import USABLE, available_memory_bytes, process_memory
 from edgelm.base.workers.messages import Footprint, Predict
 from edgelm.base.workers.parent import Worker, WorkerDiedError, ask, in_daemon_thread
 from edgelm.library.scan import LocalModel
 from edgelm.server.engines.process import Launcher
-from edgelm.server.engines.slots import EngineSlot
+from edgelm.server.engines.slots import NOTHING, Bytes, EngineSlot
 
 WORKER = "edgelm.backends.probe_worker"
 PREDICT_LIMIT_S = 120.0
@@ -50,7 +54,8 @@ class Measured:
     free_bytes: int  # of the machine, less a reserve
     own_bytes: dict[int, int] = field(default_factory=dict)  # process: bytes that the system cannot drop
     resident_bytes: dict[int, int] = field(default_factory=dict)  # process: all bytes, shared pages in equal parts
-    gpu_free_bytes: int = 0
+    gpu_free_bytes: int | None = None  # of all GPUs with memory of their own; None: nothing here tells
+    one_gpu_free_bytes: int = 0  # of the freest, which our kernels use
 
 
 class Host(Protocol):
@@ -59,6 +64,7 @@ class Host(Protocol):
     async def predict(self, model: LocalModel, usable_bytes: int | None, freed_gpu_bytes: int = 0) -> Footprint:
         """Return the memory that a model's engine takes, in the best form that fits in `usable_bytes`.
 
+        So much more of the GPUs' memory will be free than is free now; less where `freed_gpu_bytes` is negative.
         Raises EdgeLMError if there is no such form, or if the model cannot be read.
         """
 
@@ -95,13 +101,17 @@ def _ask(name: str, question: Predict) -> Footprint:
 def measure(pids: Collection[int]) -> Measured:
     """Return the memory that is free less a reserve, and that of engine processes with all that they started."""
     processes = {pid: memory for pid in pids if (memory := process_memory(pid)) is not None}
-    gpus, free = usable_gpus() if has_torch() else [], available_memory_bytes()
+    # To ask wakes a laptop's GPU, so it is left alone where nothing can use it.
+    gpus = [*usable_gpus(), *amd_gpus()] if has_torch() or has_gpu_backend() else []
+    free = available_memory_bytes()
+    # A GPU without memory of its own shares the processor's.
+    gpus_free = [int(USABLE * (gpu.free_bytes if gpu.total_bytes else free)) for gpu in gpus]
     return Measured(
         free_bytes=int(USABLE * free),
         own_bytes={pid: memory.held for pid, memory in processes.items()},
         resident_bytes={pid: memory.resident for pid, memory in processes.items()},
-        # A GPU without memory of its own shares the processor's.
-        gpu_free_bytes=int(USABLE * max((gpu.free_bytes if gpu.total_bytes else free for gpu in gpus), default=0)),
+        gpu_free_bytes=sum(gpus_free) if gpus else None,
+        one_gpu_free_bytes=max(gpus_free, default=0),
     )
 
 
@@ -109,12 +119,35 @@ def measure(pids: Collection[int]) -> Measured:
 class Room:
     """The room for another engine now, and how much more there is when an engine ends."""
 
-    free: dict[str, int]  # kind of memory: bytes
-    freed_by: dict[EngineSlot, int]
+    free: Bytes
+    freed_by: dict[EngineSlot, Bytes]
+    measured: Measured
 
-    def after_end_of(self, engines: Collection[EngineSlot], pool: str) -> int:
+    def after_end_of(self, engines: Collection[EngineSlot]) -> Bytes:
         """Return the bytes that are free when these engines have ended."""
-        return self.free[pool] + sum(self.freed_by[engine] for engine in engines if pool_of(engine.footprint) == pool)
+        return sum((self.freed_by[engine] for engine in engines), self.free)
+
+    def need(self, footprint: Footprint, nbytes: int = 0) -> Bytes:
+        """Return what must be free for an engine: beside its own, what other GPUs have that it cannot use."""
+        need, total = Bytes.of(footprint, nbytes), self.measured.gpu_free_bytes
+        if total is None:
+            return Bytes(need.ram)  # the engine itself sees what its GPU has
+        return need + Bytes(gpu=total - self.measured.one_gpu_free_bytes) if footprint.device == "cuda" else need
+
+    def helps(self, engine: EngineSlot, free: Bytes, need: Bytes) -> bool:
+        """Return whether the end of an engine brings what is free closer to what is needed."""
+        freed, lack = self.freed_by[engine], free.lack(need)
+        return bool((freed.ram and lack.ram) or (freed.gpu and lack.gpu))
+
+    def in_order(self, engines: Sequence[EngineSlot], need: Bytes) -> list[EngineSlot]:
+        """Return engines in their order, but last those that take most of their memory where none is short."""
+        lack = self.free.lack(need)
+
+        def is_aside(engine: EngineSlot) -> bool:
+            freed = self.freed_by[engine]
+            return not (lack.gpu if freed.gpu > freed.ram else lack.ram)
+
+        return sorted(engines, key=is_aside)
 
 
 class Memory:
@@ -194,9 +227,18 @@ class Memory:
     @staticmethod
     def outstanding(engines: Sequence[EngineSlot], measured: Measured) -> int:
         """Return the bytes that engines were promised and have not taken yet."""
-        return sum(
-            max(0, engine.promised_bytes - _own_bytes(engine, measured)) for engine in engines if _is_in_ram(engine)
-        )
+        return sum(max(0, engine.promised.ram - _own_bytes(engine, measured)) for engine in engines)
+
+    @staticmethod
+    def gpu_free(engines: Sequence[EngineSlot], measured: Measured) -> int | None:
+        """Return what is free of the GPUs less what loading engines were promised; None: nothing here tells.
+
+        What a process has of a GPU is not measured, so a promise counts until its engine is loaded.
+        """
+        if measured.gpu_free_bytes is None:
+            return None
+        promised = sum(engine.promised.gpu for engine in engines if engine.state == "starting")
+        return max(0, measured.gpu_free_bytes - promised)
 
     async def room(self, engines: Sequence[EngineSlot]) -> Room:
         """Return the room that is left beside these engines."""
@@ -208,22 +250,20 @@ class Memory:
                         self._promise(engine, footprint)
         measured = await self.measure(engines)
         pids = {engine: engine.process.pid for engine in engines if engine.process is not None}
-        free, gpu_free, freed_by = measured.free_bytes, measured.gpu_free_bytes, {}
-        limited = self.limit_bytes
+        freed_by, limited = dict[EngineSlot, Bytes](), self.limit_bytes
         for engine in engines:
-            pid, promised = pids.get(engine), engine.promised_bytes
-            if pool_of(engine.footprint) == "gpu":
+            pid, promised = pids.get(engine), engine.promised
+            if engine.footprint is not None and engine.footprint.device == "cuda":  # its process is not counted
                 freed_by[engine] = promised
-                gpu_free -= promised if engine.state == "starting" else 0
                 continue
-            own_bytes = _own_bytes(engine, measured)
-            free -= max(0, promised - own_bytes)
-            freed_by[engine] = max(promised, own_bytes)
+            freed = max(promised.ram, _own_bytes(engine, measured))
             if limited is not None:
-                resident_bytes = measured.resident_bytes.get(pid, 0) if pid is not None else 0
-                freed_by[engine] = max(promised, resident_bytes)
-                limited -= freed_by[engine]
-        return Room({"ram": free if limited is None else min(free, limited), "gpu": gpu_free}, freed_by)
+                freed = max(promised.ram, measured.resident_bytes.get(pid, 0) if pid is not None else 0)
+                limited -= freed
+            freed_by[engine] = Bytes(freed, promised.gpu)
+        free = measured.free_bytes - self.outstanding(engines, measured)
+        gpu_free = self.gpu_free(engines, measured) or 0
+        return Room(Bytes(free if limited is None else min(free, limited), gpu_free), freed_by, measured)
 
     async def _admit_first(self, slot: EngineSlot, *, drains: bool) -> str:
         """Admit the first of the queue if there is memory, or can be; return what it waits for otherwise."""
@@ -235,20 +275,21 @@ class Memory:
             room = await self.room(engines)
             may_end = _may_end(engines)
             footprint = await self._footprint(slot, room, may_end, engines)
-            pool = pool_of(footprint)
-            need = self._need(footprint, room.after_end_of(may_end, pool), engines)
+            nbytes = self._nbytes(footprint, room, may_end, engines)
+            need = room.need(footprint, nbytes)
             surplus = self._surplus(engines)
-            if room.free[pool] >= need and surplus <= 0:
-                self._promise(slot, footprint, need)
+            if room.free.holds(need) and surplus <= 0:
+                self._promise(slot, footprint, nbytes)
                 return ""
             loading = [engine for engine in engines if engine.state == "starting"]
-            if surplus <= 0 and room.free[pool] + _freed_once_loaded(loading, pool) >= need:
+            if surplus <= 0 and (room.free + _freed_once_loaded(loading)).holds(need):
                 return _reason(loading, "being loaded")  # then it takes less
             idle = _idle(may_end)
-            victim = next((engine for engine in idle if surplus > 0 or pool_of(engine.footprint) == pool), None)
-            if victim is None or len(idle) < surplus or room.after_end_of(idle, pool) < need:
+            useful = (engine for engine in room.in_order(idle, need) if room.helps(engine, room.free, need))
+            victim = next(iter(idle), None) if surplus > 0 else next(useful, None)
+            if victim is None or len(idle) < surplus or not room.after_end_of(idle).holds(need):
                 ending, busy = _ending(may_end), _busy(may_end)
-                for engine in _must_end(may_end, room, pool, need, surplus) if drains else ():
+                for engine in _must_end(may_end, room, need, surplus) if drains else ():
                     if engine in busy:
                         self._drain(engine)
                 return _reason(busy or ending or engines, "in use")
@@ -264,19 +305,22 @@ class Memory:
         room = await self.room(engines)
         may_end = _may_end(engines)
         footprint = await self._footprint(slot, room, may_end, engines)
-        pool, pool_of_first = pool_of(footprint), pool_of(first.footprint)
-        need = self._need(footprint, room.after_end_of(may_end, pool), engines)
-        if room.free[pool] < need or self._surplus(engines) > 0 or self._queue[0] is not first:
+        nbytes = self._nbytes(footprint, room, may_end, engines)
+        if (
+            not room.free.holds(room.need(footprint, nbytes))
+            or self._surplus(engines) > 0
+            or self._queue[0] is not first
+        ):
             return _came_first(first)
-        need_of_first = self._need(first.footprint, room.after_end_of(may_end, pool_of_first), ())
+        need_of_first = room.need(first.footprint, self._nbytes(first.footprint, room, may_end, ()))
         loading = [engine for engine in engines if engine.state == "starting"]
-        if room.free[pool_of_first] + _freed_once_loaded(loading, pool_of_first) >= need_of_first:
+        if (room.free + _freed_once_loaded(loading)).holds(need_of_first):
             return _came_first(first)  # it waits for nothing but the end of a load
-        ends = _must_end(may_end, room, pool_of_first, need_of_first, 0)
-        left = room.after_end_of(ends, pool_of_first) - (need if pool == pool_of_first else 0)
-        if left < need_of_first:  # --max-models needs no such look: an engine ends, and one goes ahead
+        ends = _must_end(may_end, room, need_of_first, 0)
+        left = room.after_end_of(ends) - Bytes.of(footprint, nbytes)
+        if not left.holds(need_of_first):  # --max-models needs no such look: an engine ends, and one goes ahead
             return _came_first(first)
-        self._promise(slot, footprint, need)
+        self._promise(slot, footprint, nbytes)
         return ""
 
     def _surplus(self, engines: Sequence[EngineSlot]) -> int:
@@ -291,15 +335,13 @@ class Memory:
         if self._max_models is not None and len(pinned) >= self._max_models:
             message = f"{slot.model.name} cannot be loaded: --max-models is {self._max_models}, and {_names(pinned)}"
             raise ModelError(f"{message} {_kept_for_ever(pinned)}", f"edgelm unload {pinned[0]}")
-        usable = room.after_end_of(may_end, "ram")
-        if self.limit_bytes is not None:
-            usable = int(usable / (1 + SPARE))
+        after = room.after_end_of(may_end)
+        usable = after.ram if self.limit_bytes is None else int(after.ram / (1 + SPARE))
         known = slot.footprint
-        if known is not None and known.total_bytes <= usable and (known.is_preferred or usable <= slot.asked_bytes):
+        if known is not None and _still_holds(known, Bytes(usable, after.gpu), slot.asked, room):
             return known
         try:
-            gpu = sum(room.freed_by[engine] for engine in may_end if pool_of(engine.footprint) == "gpu")
-            footprint = await self._host.predict(slot.model, usable, gpu)
+            footprint = await self._host.predict(slot.model, usable, after.gpu - (room.measured.gpu_free_bytes or 0))
         except ModelError as error:
             if not pinned:
                 raise
@@ -308,19 +350,25 @@ class Memory:
             footprint = replace(footprint, spare_bytes=footprint.spare_bytes or int(footprint.total_bytes * SPARE))
         else:
             footprint = replace(footprint, spare_bytes=0)
-        slot.footprint, slot.asked_bytes = footprint, int(1.1 * usable)
+        slot.footprint, slot.asked = footprint, Bytes(int(1.1 * usable), int(1.1 * after.gpu))
         return footprint
 
-    def _need(self, footprint: Footprint, most: int, engines: Sequence[EngineSlot]) -> int:
+    def _nbytes(
+        self, footprint: Footprint, room: Room, may_end: Sequence[EngineSlot], engines: Sequence[EngineSlot]
+    ) -> int:
         """Return the bytes that an engine needs to begin: beside others that load, also its pages of the file."""
         loads_alone = not any(engine.state == "starting" for engine in engines)
         if self.limit_bytes is None and loads_alone:
             return footprint.promise_bytes
-        return max(footprint.promise_bytes, min(footprint.load_peak_bytes, most))
+        most = room.after_end_of(may_end)
+        return max(
+            footprint.promise_bytes,
+            min(footprint.load_peak_bytes, most.gpu if footprint.device == "cuda" else most.ram),
+        )
 
     def _promise(self, slot: EngineSlot, footprint: Footprint, nbytes: int = 0) -> None:
         slot.footprint, slot.admitted = footprint, True
-        slot.promised_bytes = max(nbytes, footprint.promise_bytes)
+        slot.promised = Bytes.of(footprint, nbytes)
 
     def _is_twin_alive(self, slot: EngineSlot) -> bool:
         """Return whether an earlier process of the same model has not ended yet, or waits for memory after a crash."""
@@ -355,37 +403,39 @@ def _busy(engines: Sequence[EngineSlot]) -> list[EngineSlot]:
     return sorted(busy, key=lambda engine: engine.asked_at)
 
 
-def _must_end(may_end: Sequence[EngineSlot], room: Room, pool: str, need: int, surplus: int) -> Sequence[EngineSlot]:
+def _must_end(may_end: Sequence[EngineSlot], room: Room, need: Bytes, surplus: int) -> Sequence[EngineSlot]:
     """Return the engines whose end makes room for another: no more than it needs, those that end soonest first."""
     ends = _ending(may_end)
     loading = [engine for engine in may_end if engine.state == "starting" and engine not in ends]
-    for engine in [*_idle(may_end), *_busy(may_end), *loading]:
-        if room.after_end_of(ends, pool) >= need and len(ends) >= surplus:
+    groups = _idle(may_end), _busy(may_end), loading
+    for engine in (engine for group in groups for engine in room.in_order(group, need)):
+        free = room.after_end_of(ends)
+        if free.holds(need) and len(ends) >= surplus:
             break
-        if engine not in ends and (pool_of(engine.footprint) == pool or len(ends) < surplus):
+        if engine not in ends and (room.helps(engine, free, need) or len(ends) < surplus):
             ends.append(engine)
     return ends
 
 
 def _own_bytes(engine: EngineSlot, measured: Measured) -> int:
     """Return the bytes of an engine that the system cannot drop; where they are not measured, all promised ones."""
-    unknown = engine.promised_bytes if engine.state != "starting" else 0
+    unknown = engine.promised.ram if engine.state != "starting" else 0
     return measured.own_bytes.get(engine.process.pid, unknown) if engine.process is not None else 0
 
 
-def _is_in_ram(engine: EngineSlot) -> bool:
-    return pool_of(engine.footprint) == "ram"
+def _still_holds(known: Footprint, usable: Bytes, asked: Bytes, room: Room) -> bool:
+    """Return whether a prediction is still the best form of an engine, in the memory that there is."""
+    if known.ram_bytes > usable.ram or not usable.holds(Bytes(gpu=room.need(known).gpu)):
+        return False
+    if known.device == "cuda":
+        return known.is_preferred or usable.gpu <= asked.gpu
+    is_best = known.is_preferred or usable.ram <= asked.ram
+    return is_best and (known.device == "cpu" or usable.gpu <= asked.gpu)  # more layers may fit
 
 
-def pool_of(footprint: Footprint | None) -> str:
-    """Return the kind of memory that an engine takes."""
-    return "gpu" if footprint is not None and footprint.device == "cuda" else "ram"
-
-
-def _freed_once_loaded(loading: Sequence[EngineSlot], pool: str) -> int:
+def _freed_once_loaded(loading: Sequence[EngineSlot]) -> Bytes:
     """Return the bytes that engines give back when they are loaded."""
-    own = [engine for engine in loading if pool_of(engine.footprint) == pool]
-    return sum(engine.promised_bytes - engine.footprint.promise_bytes for engine in own if engine.footprint)
+    return sum((engine.promised - Bytes.of(engine.footprint) for engine in loading if engine.footprint), NOTHING)
 
 
 def _came_first(first: EngineSlot) -> str:

@@ -87,6 +87,7 @@ class Launcher:
             settings=settings,
             repack=facts.repack,
             memory_bytes=self._memory_of(footprint),
+            gpu_bytes=footprint.offloaded_bytes if footprint and footprint.device == "gpu" else None,
             prefixes=self._places.prefixes,
             drafts=True,
             key=secrets.token_urlsafe(32),
@@ -262,17 +263,15 @@ class EngineProcess:
 
     async def _start(self) -> None:
         """Follow the loading. Raises EdgeLMError with the worker's own error, or with how it died."""
-        noticed = False
+        noticed = set[str]()  # kinds of status: a log has the first line of each, which tells how many are to come
         try:
             while isinstance(reply := await self._worker.areceive(), Loading | Note | Status):
                 self.doing = reply.text if isinstance(reply, Status) else ""
                 if isinstance(reply, Loading):
                     self.progress = reply.share
-                elif (
-                    isinstance(reply, Note) or not noticed
-                ):  # later lines of status are for those who see one at a time
+                elif isinstance(reply, Note) or (kind := reply.text.partition(":")[0]) not in noticed:
                     log.warning("%s: %s", self._files.name, reply.text)
-                    noticed = noticed or isinstance(reply, Status)
+                    noticed |= {kind} if isinstance(reply, Status) else set()
         except EdgeLMError as error:
             self._note_failure(error)
             raise

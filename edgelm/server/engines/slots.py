@@ -11,8 +11,8 @@ import contextlib
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 from edgelm.base.errors import EdgeLMError, EngineError, GpuLoadError, StillLoadingError
 from edgelm.base.workers.messages import Footprint, Ready
@@ -33,6 +33,37 @@ WAIT_HINT = "try again, or omit the header Prefer: wait=SECONDS"
 COMING = ("waiting", "starting")
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Bytes of main memory, and of GPUs with memory of their own."""
+
+    ram: int = 0
+    gpu: int = 0
+
+    @classmethod
+    def of(cls, footprint: Footprint, nbytes: int = 0) -> Self:
+        """Return what is promised to an engine: what it was predicted to take, `nbytes` where that is more."""
+        most = max(nbytes, footprint.promise_bytes)
+        return cls(gpu=most) if footprint.device == "cuda" else cls(most, footprint.offloaded_bytes)
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(self.ram + other.ram, self.gpu + other.gpu)
+
+    def __sub__(self, other: Bytes) -> Bytes:
+        return Bytes(self.ram - other.ram, self.gpu - other.gpu)
+
+    def lack(self, need: Bytes) -> Bytes:
+        """Return what is missing of a need. Where nothing of a kind is needed, nothing of it has to be free."""
+        pairs = (need.ram, self.ram), (need.gpu, self.gpu)
+        return Bytes(*(max(0, wanted - max(free, 0)) for wanted, free in pairs))
+
+    def holds(self, need: Bytes) -> bool:
+        return self.lack(need) == NOTHING
+
+
+NOTHING = Bytes()
 
 
 class EngineSlot:
@@ -61,9 +92,9 @@ class EngineSlot:
         self.keep_alive_s = keep_alive_s  # it stays loaded this long without a request
         self.pinned = pinned  # never unloaded to make room
         self.footprint: Footprint | None = None  # predicted; None: not known yet
-        self.asked_bytes = 0  # more memory than this would lead to another prediction
+        self.asked = NOTHING  # more memory than this would lead to another prediction
         self.admitted = False  # whether it has an engine, or memory was promised to it
-        self.promised_bytes = 0
+        self.promised = NOTHING
         self.blocker = ""  # what it waits for, while it waits for memory
         self.is_leaving = False  # it gets no more requests
         self._launch = launch
@@ -307,7 +338,7 @@ class EngineSlot:
 
     def _free(self) -> None:
         """Note that the engine's memory is free again."""
-        self.admitted, self.promised_bytes = False, 0
+        self.admitted, self.promised = False, NOTHING
         self._changed()
 
     def _note_plan(self, info: Ready | None) -> None:
@@ -315,7 +346,7 @@ class EngineSlot:
         planned = info.footprint if info else None
         promised = self.footprint or (replace(planned, spare_bytes=0) if planned else None)
         if promised is not None:
-            self.promised_bytes = promised.promise_bytes
+            self.promised = Bytes.of(promised)
             self.footprint = replace(planned or promised, spare_bytes=promised.spare_bytes)
 
     @property

@@ -64,6 +64,7 @@ def admin_routes(address: str, table: EngineTable, models: ModelNames, bodies: B
             "free_bytes": max(0, measured.free_bytes - outstanding),
             "outstanding_bytes": outstanding,
             "limit_bytes": table.memory.limit_bytes,
+            "gpu_free_bytes": table.memory.gpu_free(slots, measured),
         }
         return JSONResponse(state | {"memory": memory})
 
@@ -170,7 +171,7 @@ def _anthropic_model(model: Listed) -> dict[str, Any]:
 def _remote(model: RemoteModel) -> dict[str, Any]:
     """Return the entry of /edgelm/ps for a model that another server runs, with the fields of an engine process."""
     unknown = ["path", "progress", "doing", "pid", "unused_gpu", "cuda_problem", "rss_bytes", "memory_bytes"]
-    unknown += ["predicted_bytes", "predicted", "waits_for", "expires_in_s"]
+    unknown += ["predicted_bytes", "gpu_bytes", "predicted", "waits_for", "expires_in_s"]
     return dict.fromkeys(unknown) | {
         "model": model.name,
         "state": model.state,
@@ -215,9 +216,10 @@ async def _process(slot: EngineSlot, measured: Measured) -> dict[str, Any]:
         "rss_bytes": stats["rss_bytes"],
         # Of all its processes; pages that several of them share, such as a draft model's, count in equal parts.
         "memory_bytes": measured.resident_bytes.get(process.pid, stats["rss_bytes"]) if process else None,
-        "predicted_bytes": footprint.total_bytes if footprint else None,
+        "predicted_bytes": (footprint.ram_bytes or None) if footprint else None,  # our kernels' is not predicted
+        "gpu_bytes": (footprint.gpu_bytes or None) if footprint else None,  # predicted, too: no process's is measured
         "predicted": asdict(footprint) if footprint else None,
-        "promised_bytes": slot.promised_bytes,
+        "promised_bytes": slot.promised.ram,
         "waits_for": slot.blocker or None,
         "idle_s": round(slot.idle_s, 3),
         "keep_alive_s": -1 if math.isinf(keep_alive_s) else keep_alive_s,

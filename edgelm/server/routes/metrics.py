@@ -109,6 +109,7 @@ class ModelMetrics:
     waiting: int | None = None
     kv_usage: float | None = None
     rss_bytes: int | None = None
+    gpu_bytes: int | None = None  # predicted
 
     def add(self, slot: EngineSlot, answer: dict[str, Any] | None) -> None:
         """Add the numbers of one of its engines: two may share a name, or one ends while the next begins."""
@@ -116,6 +117,8 @@ class ModelMetrics:
             self.state = slot.state
         self.loads += slot.num_loads
         self.restarts += slot.num_restarts
+        if slot.footprint and slot.footprint.gpu_bytes:
+            self.gpu_bytes = (self.gpu_bytes or 0) + slot.footprint.gpu_bytes
         if answer is not None:
             self.running = (self.running or 0) + answer["running"]
             self.waiting = (self.waiting or 0) + answer["waiting"]
@@ -226,6 +229,7 @@ class Metrics:
                     "waiting": model.waiting,
                     "kv_usage": model.kv_usage,
                     "rss_bytes": model.rss_bytes,
+                    "gpu_bytes": model.gpu_bytes,
                     "counts": dict.fromkeys(COUNTS, 0) | dict(model.numbers.counts),
                     "finished": dict(model.numbers.finished),
                     "first_tokens": sum(_first_token_times(model)[:-1]),

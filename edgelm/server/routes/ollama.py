@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from edgelm import __version__
+from edgelm.backends.choice import is_partial
 from edgelm.base.errors import EdgeLMError, ModelError
 from edgelm.base.places import HUB_TOKENS
 from edgelm.base.workers.parent import Worker
@@ -116,10 +117,14 @@ def ollama_routes(table: EngineTable, models: ModelNames, bodies: Bodies) -> lis
 def _running(model: ListedModel, slot: EngineSlot) -> dict[str, Any]:
     """Return the entry of /api/ps for a loaded model."""
     entry, info = _entry(model), slot.process.info if slot.process else None
+    planned = slot.footprint
+    total = planned.ram_bytes + planned.gpu_bytes if planned else entry["size"]
+    on_gpu = planned.gpu_bytes if planned and info and is_partial(info.device) else total  # a part of it, or all
     left_s = FOREVER_S if math.isinf(slot.keep_alive_s) else max(slot.keep_alive_s - slot.idle_s, 0.0)
     return entry | {
         "expires_at": timestamp(time.time() + left_s),
-        "size_vram": entry["size"] if info and info.device != "cpu" else 0,
+        "size": total,
+        "size_vram": on_gpu if info and info.device != "cpu" else 0,
         "context_length": info.context if info else 0,
     }
 

@@ -14,6 +14,7 @@ import pytest
 from gguf import GGUFReader
 from numpy.typing import NDArray
 
+from edgelm.backends.build import predict
 from edgelm.backends.llama import build as build_module
 from edgelm.backends.llama.devices import llama_devices
 from edgelm.backends.llama.encoder import EncoderExecutor
@@ -121,6 +122,36 @@ def test_several_devices_share_the_layers_by_their_free_memory(dense: Path) -> N
     assert (placement.devices, placement.counts) == (("A0", "B0"), (4, 2))
     parts = memory_of(model, device(2 * 2**30, "A0"), device(2**30, "B0"), gpu_layers="6").devices("f16", CONTEXT)
     assert [part.kv for part in parts] == [4 * LAYER_KV, LAYER_KV]  # the output has no cache
+
+
+def test_an_engine_places_what_it_was_promised(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not what is free as it begins: that may be promised to one that loads beside it."""
+    model, settings = facts_of(dense), Settings(threads=1, engine="llama", ctx=CONTEXT, spec="off")
+    card = replace(device(2**30), total_bytes=2**30)
+    monkeypatch.setattr("edgelm.backends.llama.devices.llama_devices", lambda *_: (card,))
+    monkeypatch.setattr("edgelm.backends.build.standing_gpu", lambda: None)
+    whole = predict(dense, settings)
+    assert (whole.device, whole.offloaded_bytes) == ("gpu", whole.gpu_bytes)
+    (part,) = memory_of(model, card).devices("f16", CONTEXT)
+    assert (whole.gpu_bytes, whole.ram_bytes) == (part.total_bytes, whole.total_bytes)
+    for others in (whole.gpu_bytes // 4, whole.gpu_bytes // 2, 2**30):
+        left = predict(dense, settings, freed_gpu_bytes=-(2**30 - whole.gpu_bytes) - others)
+        assert left.gpu_bytes < whole.gpu_bytes - others or left.gpu_bytes == 0
+        assert left.total_bytes >= whole.total_bytes
+        wish = Wish((card,)).with_room(limit_bytes=int(left.gpu_bytes / USABLE) + 1)
+        memory = OffloadedMemory(model, wish, sequences=settings.parallel)
+        assert sum(part.total_bytes for part in memory.devices("f16", CONTEXT)) == left.gpu_bytes
+    assert predict(dense, settings, freed_gpu_bytes=2**40).gpu_bytes == whole.gpu_bytes
+
+
+def test_memory_that_others_leave_counts_where_it_is_in_use() -> None:
+    full, empty = Device("A0", "", 100, 20), Device("B0", "", 100, 100)
+    wish = Wish((full, empty, Device("C0", "", 100, 0, shared=True)))
+    assert [device.free_bytes for device in wish.with_room(40).devices] == [60, 100, 0]
+    assert [device.free_bytes for device in wish.with_room(1000).devices] == [100, 100, 0]
+    assert [device.free_bytes for device in wish.with_room(-60).devices] == [10, 50, 0]
+    assert [device.free_bytes for device in wish.with_room(limit_bytes=12).devices] == [2, 10, 0]
+    assert wish.with_room(limit_bytes=500) is wish
 
 
 def test_experts_leave_the_device_before_layers_do(mixture: Path) -> None:

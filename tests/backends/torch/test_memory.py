@@ -28,12 +28,14 @@ from edgelm.backends.torch.memory import (
 )
 from edgelm.backends.torch.sampler import DeviceSampler
 from edgelm.base.config import Settings
+from edgelm.base.kv_modes import TORCH_KV
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.summary import model_facts
 from edgelm.kernels import cache
 from edgelm.kernels.layout import DenseWeight, PackedWeight, Weight, planes
 from edgelm.kernels.matmul import ROWS
 from edgelm.models.loading.sources import GGUFSource
+from tests.bench.gpu_plans import CONTEXT_BYTES, QWEN3_8B, QWEN3_14B, Model, write_header
 from tests.tiny import write_tiny
 
 GIB = 2**30
@@ -299,3 +301,19 @@ def test_where_memory_is_short_steps_are_shorter_and_then_fewer_sequences_run(tm
     assert not planned(needed(1, 512) - 2**20)[0]
     assert needed(8, 1024, 300 << 20) == needed(8, 1024) - (300 << 20)  # that context is not among the free memory
     assert needed(8, 1024, 900 << 20) == needed(8, 1024) - (350 << 20)  # what is more may be another program's
+
+
+@pytest.mark.parametrize(
+    ("model", "free_gib", "kv"), [(QWEN3_8B, 7.2, "f16"), (QWEN3_8B, 6.5, "int8"), (QWEN3_14B, 10.5, "k6v4")]
+)
+def test_what_people_have_takes_a_model_of_its_class(tmp_path: Path, model: Model, free_gib: float, kv: str) -> None:
+    """Goals: cards of 8 and 12 GB, whose desktop has a part; Q4_K_M, 8,192 tokens, and no more than is free."""
+    write_header(tmp_path / "m.gguf", model)
+    with open_gguf(tmp_path / "m.gguf") as gguf:
+        facts = model_facts(gguf)
+    free = int(free_gib * GIB)
+    machine = MachineMemory(free_bytes=free, cores=1)
+    chosen = plan_for_torch(facts, None, Settings(), machine, "cuda", context_bytes=CONTEXT_BYTES).plan.require()
+    assert chosen.context == 8192
+    assert list(TORCH_KV).index(chosen.kv) <= list(TORCH_KV).index(kv), chosen.kv
+    assert chosen.total_bytes <= 0.95 * free

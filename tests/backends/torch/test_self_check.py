@@ -46,6 +46,7 @@ STAND_IN = """
 import json, os, sys, time
 request = json.loads(sys.stdin.readline())
 def emit(**event): print(json.dumps(event), flush=True)
+def count(kernels, model=1, models=1): emit(event="counted", kernels=kernels, model=model, models=models)
 def begin(op): emit(event="begun", op=op, detail="q4_k 64x64, 1 row")
 def end(*wrong): emit(event="checked", device="GPU X", verdicts=[{"op": "norm", "detail": "64, 1 row", "right": True}])
 """
@@ -82,7 +83,10 @@ def test_one_wrong_kernel_is_found_and_all_others_are_right(model: Path) -> None
     }
     assert any("k8v4, heads of 32" in one.detail for one in verdict.verdicts)
     assert any("q8_0 64x32 gated" in one.detail for one in verdict.verdicts)
-    assert any("checking the GPU's kernels" in line for line in lines)
+    places = [re.search(r"kernels: (\d+) of (\d+), ", line) for line in lines if "checking the GPU's kernels" in line]
+    numbers = [(int(place[1]), int(place[2])) for place in places if place]
+    assert len(places) - len(numbers) <= 1, "a chain of kernels comes before the model's"
+    assert numbers == [(number, len(numbers)) for number in range(1, len(numbers) + 1)], "the total is known beforehand"
 
 
 @pytest.mark.parametrize(
@@ -144,10 +148,16 @@ REQUEST = CheckGpu(Path("m.gguf"), ("f16",), "off")
 @pytest.mark.parametrize(("short", "once"), [(True, ", once for a kind of model"), (False, "")])
 def test_whoever_waits_for_a_load_is_told_that_the_check_is_made_once(short: bool, once: str) -> None:
     lines: list[str] = []
-    run_check(replace(REQUEST, short=short), lines.append, command=stand_in("begin('')\nbegin('matmul')\nend()"))
+    program = (
+        "begin('')\nbegin('chain')\ncount(2)\nbegin('matmul')\nbegin('norm')\ncount(9, 2, 3)\nbegin('matmul')\nend()"
+    )
+    run_check(replace(REQUEST, short=short), lines.append, command=stand_in(program))
     assert lines == [
         f"checking the GPU{once}: a first kernel is compiled and tried",
-        f"checking the GPU's kernels{once}: 1, matmul of q4_k 64x64, 1 row",
+        f"checking the GPU's kernels{once}: chain of q4_k 64x64, 1 row",
+        f"checking the GPU's kernels{once}: 1 of 2, matmul of q4_k 64x64, 1 row",
+        f"checking the GPU's kernels{once}: 2 of 2, norm of q4_k 64x64, 1 row",
+        f"checking the GPU's kernels{once}: 1 of 9 of model 2 of 3, matmul of q4_k 64x64, 1 row",
     ]
 
 

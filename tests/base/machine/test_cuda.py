@@ -34,7 +34,13 @@ def mock_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> No
 
 def test_without_a_driver_no_package_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "find_spec", pytest.fail)
-    assert "no NVIDIA driver" in find_cuda(("/nowhere/nvidiactl",)).problem
+    assert "no NVIDIA GPU" in find_cuda(("/nowhere/nvidiactl",)).problem
+
+
+def test_a_gpu_that_its_tool_lists_is_looked_at_whatever_its_device_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "standing_gpu", lambda: StandingGpu("Orin"))
+    monkeypatch.setattr(cuda, "find_spec", lambda _: None)
+    assert find_cuda(("/nowhere/nvidiactl",)).problem == "torch is not installed"
 
 
 def test_where_no_driver_works_the_hint_is_that_of_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +48,7 @@ def test_where_no_driver_works_the_hint_is_that_of_the_card(monkeypatch: pytest.
     monkeypatch.setattr(cuda, "standing_gpu", lambda: card)
     assert find_cuda(("/nowhere/nvidiactl",)) == CudaState(card.problem, card.hint)
     monkeypatch.setattr(cuda, "standing_gpu", lambda: StandingGpu("the AMD GPU", "it is AMD's", backend="vulkan"))
-    assert find_cuda(("/nowhere/nvidiactl",)) == CudaState("no NVIDIA driver was found")
+    assert find_cuda(("/nowhere/nvidiactl",)) == CudaState("no NVIDIA GPU was found")
 
 
 @pytest.mark.parametrize("missing", ["torch", "triton"])
@@ -75,7 +81,9 @@ def test_only_gpus_from_ampere_on(
 def test_this_build_of_torch(driver: tuple[str, ...]) -> None:
     if torch.version.cuda is not None:
         pytest.skip("this torch is built for CUDA")
-    assert find_cuda(driver).problem == "this build of torch has no CUDA"
+    state = find_cuda(driver)
+    assert state.problem == "this build of torch has no CUDA"
+    assert state.hint.startswith("uninstall torch, then type: ")  # pip takes it for the right one
 
 
 def test_a_gpu_that_does_not_answer(driver: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,12 +113,12 @@ NOT_SET_UP = (
         (
             TOO_OLD,
             "the NVIDIA driver is for CUDA 12.4, too old for torch ",
-            "update the driver to 580 or newer, or use llama.cpp on the GPU",
+            "update the driver to 580 or newer, or use llama.cpp on the GPU (edgelm-llama-cuda)",
         ),
         (
             MUCH_TOO_OLD,
             "the NVIDIA driver is for CUDA 11.4, too old for torch ",
-            "update the driver to 580 or newer, or use llama.cpp on the GPU (`edgelm help gpu`)",
+            "update the driver to 580 or newer, or use llama.cpp on the GPU (edgelm-llama-vulkan)",
         ),
         (NOT_SET_UP, "torch finds no usable GPU: CUDA unknown error - this may be due to", "restart the machine"),
         ("", "torch finds no usable GPU", "see what nvidia-smi says"),
@@ -129,6 +137,7 @@ def test_a_driver_that_torch_cannot_use(
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", warns)
+    monkeypatch.setattr(cuda, "gpu_backend_command", lambda _, backend: f"edgelm-llama-{backend}")
     state = find_cuda(driver)
     assert state.problem.startswith(problem)
     assert state.hint.startswith(hint)

@@ -59,11 +59,13 @@ NO_DRIVER = StandingGpu("the NVIDIA GPU", "no NVIDIA driver was found", "install
 AMD = StandingGpu("the AMD GPU", "our own kernels need one of NVIDIA", backend="vulkan")
 
 
-def stand(root: Path, vendor: str = "0x10de", kind: str = "0x030000", memory: int | None = None) -> None:
+def stand(
+    root: Path, vendor: str = "0x10de", kind: str = "0x030000", memory: int | None = None, device: str = "0x1234"
+) -> None:
     """Put a card on the bus of a machine whose files are under `root`."""
     card = root / "sys/bus/pci/devices/0000:01:00.0"
     card.mkdir(parents=True)
-    for name, text in (("vendor", vendor), ("class", kind), ("mem_info_vram_total", memory)):
+    for name, text in (("vendor", vendor), ("class", kind), ("device", device), ("mem_info_vram_total", memory)):
         if text is not None:
             (card / name).write_text(f"{text}\n")
 
@@ -94,6 +96,15 @@ def test_a_card_without_a_driver_is_seen_on_the_bus(
 ) -> None:
     stand(tmp_path, vendor, kind, memory)
     assert standing_gpu(tmp_path) == found
+
+
+@pytest.mark.parametrize(
+    ("device", "found"), [("0x56a0", True), ("0xe20b", True), ("0x46a6", False), ("0x7d55", False)]
+)
+def test_a_card_of_intel_is_seen_and_a_part_of_its_processor_is_not(tmp_path: Path, device: str, found: bool) -> None:
+    stand(tmp_path, "0x8086", device=device)
+    gpu_here = standing_gpu(tmp_path)
+    assert (gpu_here.name if gpu_here else "", found) in (("the Intel GPU", True), ("", False))
 
 
 @pytest.mark.parametrize(("visible", "stands"), [(None, True), ("0", True), ("", False), ("-1", False)])
@@ -267,3 +278,12 @@ def test_the_compute_capability_of_each_gpu(bare: Path) -> None:
     assert compute_capabilities() == {"GPU-1a": (8, 6), "GPU-2b": (12, 0)}
     tool(bare, """echo 'Field "compute_cap" is not a valid field to query.'\nexit 2""")
     assert compute_capabilities() == {}
+
+
+def test_the_memory_of_an_amd_card_is_counted_by_linux(tmp_path: Path) -> None:
+    stand(tmp_path, "0x1002", "0x030000", 16 * 2**30)
+    (tmp_path / "sys/bus/pci/devices/0000:01:00.0/mem_info_vram_used").write_text(f"{6 * 2**30}\n")
+    assert gpu.amd_gpus(tmp_path) == [Gpu("the AMD GPU", 16 * 2**30, 10 * 2**30)]
+    stand(tmp_path / "apu", "0x1002", "0x030000", 2**29)
+    (tmp_path / "apu/sys/bus/pci/devices/0000:01:00.0/mem_info_vram_used").write_text("0\n")
+    assert gpu.amd_gpus(tmp_path / "apu") == [], "a part of the processor"

@@ -129,3 +129,35 @@ RIGHT = [(b"params", 0, 8), (b"params.flag", 0, 1), (b"params.count", 4, 4)]
 def test_a_difference_of_the_layouts_is_found(entries: list[tuple[bytes, int, int]], message: str) -> None:
     table = (Entry * (len(entries) + 1))(*(Entry(*entry) for entry in entries))
     assert layout_difference(SimpleNamespace(params=Params), table) == message
+
+
+@pytest.mark.parametrize(
+    ("packages", "files", "has"),
+    [
+        ({"edgelm_llama": "0.3.36.1"}, ["libggml-cpu-haswell.so"], False),
+        ({"edgelm_llama": "0.3.36.1", "edgelm_llama_cuda": "0.3.36.1"}, [], True),
+        ({"llama_cpp": SUPPORTED}, ["libggml-cuda.so", "libggml-cpu.so"], True),
+        ({}, [], False),
+    ],
+)
+def test_a_backend_for_gpus_is_seen_without_loading_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, packages: dict[str, str], files: list[str], has: bool
+) -> None:
+    install(monkeypatch, tmp_path, **packages)
+    for package in packages:
+        (tmp_path / package / "lib").mkdir(parents=True)
+        for file in files:
+            (tmp_path / package / "lib" / file).touch()
+    assert llama_build.has_gpu_backend() is has
+
+
+@pytest.mark.parametrize(
+    ("prefix", "command"),
+    [
+        ("/home/me/.local/share/pipx/venvs/edgelm", "type: pipx runpip edgelm install 'edgelm[cuda]'"),
+        ("/home/me/.local/share/uv/tools/edgelm", "type: uv tool install 'edgelm[cuda]'"),
+        ("/srv/venv", "type: /srv/venv/bin/python -m pip install 'edgelm[cuda]'"),
+    ],
+)
+def test_an_extra_is_added_to_the_installation_that_is_there(prefix: str, command: str) -> None:
+    assert llama_build.extra_command("cuda", Path(prefix)) == command

@@ -8,6 +8,7 @@ import torch
 from torch import Generator, Tensor
 
 from edgelm.kernels.activation import GateKind
+from edgelm.kernels.gpu_target import triton_version
 from edgelm.kernels.layout import PackedWeight
 from tests.kernels.cases.dequantize import TYPES, Case, random_weight
 from tests.kernels.cases.matmul import LAYOUTS
@@ -83,6 +84,7 @@ CASES = (
 
 # Instructions that spill registers, of few pairs in fp16, by layout and compute capability, with Triton 3.9. Those of
 # q5_k are in the main loop.
+SPILLS_38 = {"q4_k": {90: 4}}  # in the main loop of a gated one with Triton 3.8, which stays within its budget
 SPILLS = {"awq": {86: 2, 89: 2}, "gptq": {86: 2, 89: 2}, "q5_k": {90: 2, 120: 2}}
 
 
@@ -127,6 +129,7 @@ def few_case(name: str | None, dtype: str, gate: GateKind | None = None) -> Comp
     fixed |= {"GATE": gate, "LIMIT": 7.0, "ALPHA": 1.702, "KW": kwidth(), "ASM": True}
     signature = dict.fromkeys(few_pairs_kernel.arg_names, "constexpr") | dict.fromkeys((*strides, "matrices"), "i32")
     budgets = {"q4_0": 3.9, "q4_k": 4.0, "q6_k": 5.65, "q8_0": 7.3}
+    gated_spills = SPILLS_38 if triton_version().startswith("3.8.") else {}
     return CompileCase(
         f"grouped {layout} {dtype}{' ' + gate if gate else ''}",
         few_pairs_kernel,
@@ -136,7 +139,7 @@ def few_case(name: str | None, dtype: str, gate: GateKind | None = None) -> Comp
         NUM_WARPS,
         {"num_stages": 1},
         loop_weights=64 if gate else 32,
-        spills_on={} if gate else SPILLS.get(layout, {}),
+        spills_on=(gated_spills if gate else SPILLS).get(layout, {}),
         budget=budgets.get(layout) if isinstance(weight, PackedWeight) and gate else None,
         # of groups of 16, four lanes read a sector of x together, 8 bytes each
         wide_loads=not (isinstance(weight, PackedWeight) and weight.layout.group == 16),
