@@ -42,6 +42,7 @@ class Line:
     fill: Style | None = None  # background of the line
     fill_to: int = 0  # the cells that the background covers at least
     hidden: int = 0  # the cells by which its block is wider than its room: it is moved sideways, not wrapped
+    sixels: str = ""  # a part of a picture, drawn over the text
     strip: Strip | None = None  # the last drawing, which is valid for `strip_key`
     strip_key: tuple[int, int, Style, str, int] | None = None
 

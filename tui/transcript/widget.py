@@ -52,6 +52,7 @@ from edgelm.tui.palette import Palette, make_palette
 from edgelm.tui.transcript.finding import FOUND, FOUND_HERE, Finding, Found, Place
 from edgelm.tui.transcript.kitty import KittyPictures
 from edgelm.tui.transcript.picture_rows import decode_previews, undecoded
+from edgelm.tui.transcript.sixel import SixelPictures, SixelStrip
 from edgelm.tui.transcript.views import Flow, MessageView
 
 WELCOME = """{help} shows every key, / every command.
@@ -140,7 +141,7 @@ class Transcript(ScrollView, can_focus=True):
         self._about: Sequence[str] = ()
         self._drafts = False
         self._wraps_code = wraps_code
-        self._pictures: KittyPictures | None = None
+        self._pictures: KittyPictures | SixelPictures | None = None
         self._pan = 0  # cells by which wide code is moved to the left
         self.can_explore = True  # the endpoint tells tokens
         self._finding: Finding | None = None
@@ -168,7 +169,7 @@ class Transcript(ScrollView, can_focus=True):
             self._select(selected)
         self._arrange()
 
-    def draw_pictures(self, pictures: KittyPictures) -> None:
+    def draw_pictures(self, pictures: KittyPictures | SixelPictures) -> None:
         """Let the terminal draw the pictures."""
         self._pictures = pictures
         self._palette = None
@@ -743,7 +744,9 @@ def _make_strip(
     filled = layout.fill_to - (layout.room if line.hidden else text.cell_len)
     if filled > 0:
         segments.append(Segment(" " * filled, background))
-    return Strip(Segment.adjust_line_length(segments, layout.width, base), layout.width)
+    strip = Strip(Segment.adjust_line_length(segments, layout.width, base), layout.width)
+    start = sum(len(part.text) for part in left)
+    return SixelStrip(strip, start, text.cell_len, line.sixels, background) if line.sixels else strip
 
 
 def _moved(parts: Sequence[tuple[str, Style]], prefix: int, layout: Layout, background: Style) -> list[Segment]:
