@@ -148,12 +148,12 @@ class PickerScreen(ModalScreen[Picked | None]):
 
     def _path_lines(self, typed: str) -> list[Option]:
         """Return the typed path, and the models and folders that it may become."""
-        lines = []
+        lines, place = [], " of the endpoint's machine, not of this one" if self._note else ""
         if not typed.endswith("/"):
-            lines = [_head("A file or folder"), Option(Text(f"use {clean(typed)}"), id=typed)]
+            lines = [_head(f"A file or folder{place}"), Option(Text(f"use {clean(typed)}"), id=typed)]
         folder, name = os.path.split(typed)
         if self._note:
-            return lines
+            return lines or [_head(f"A folder{place}"), Option("type the whole path of a model there", disabled=True)]
         if folder != self._folder:
             return [*lines, Option(Text("reading the folder …"), disabled=True)]
         fits = [entry for entry in self._entries if entry.name.lower().startswith(name.lower())]
