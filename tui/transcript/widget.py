@@ -139,6 +139,7 @@ class Transcript(ScrollView, can_focus=True):
         self._shown: list[Strip] = []  # on the screen; empty: not known
         self._notice = ""
         self._about: Sequence[str] = ()
+        self._welcome: tuple[tuple[object, ...], list[Line]] | None = None  # Textual draws it again at each key
         self._drafts = False
         self._wraps_code = wraps_code
         self._pictures: KittyPictures | SixelPictures | None = None
@@ -473,6 +474,14 @@ class Transcript(ScrollView, can_focus=True):
         return ASKED if asked else FOCUSED if self.has_focus else ""
 
     def _welcome_line(self, y: int) -> Line | None:
+        key = (self.palette, self._text_width, self._about, self._notice)
+        if self._welcome is None or self._welcome[0] != key:
+            self._welcome = key, self._welcome_lines()
+        lines = self._welcome[1]
+        y -= max(0, self.scrollable_content_region.height - len(lines)) // 3
+        return lines[y] if 0 <= y < len(lines) else None
+
+    def _welcome_lines(self) -> list[Line]:
         palette, width = self.palette, self._text_width
         keymap = keymap_of(self.app)
         keys = {name: keymap.label(f"run({name!r})", key) or f"/{name}" for name, key in WELCOME_KEYS.items()}
@@ -483,8 +492,7 @@ class Transcript(ScrollView, can_focus=True):
         lines = wrap_words(welcome, width)
         if self._notice:
             lines += [Line(Text()), *NoteRow(self._notice, error=True).draw(width, palette)]
-        y -= max(0, self.scrollable_content_region.height - len(lines)) // 3
-        return lines[y] if 0 <= y < len(lines) else None
+        return lines
 
     @property
     def _selection_style(self) -> Style:
