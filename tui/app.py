@@ -41,6 +41,7 @@ from edgelm.tui.lines import clean
 from edgelm.tui.palette import readable_variables
 from edgelm.tui.pulls import COMMAND
 from edgelm.tui.screen import ChatScreen
+from edgelm.tui.transcript import sixel
 from edgelm.tui.transcript.kitty import QUESTION, KittyPictures, can_draw
 from edgelm.tui.workspace import ChatDefaults
 
@@ -185,7 +186,8 @@ class ChatApp(App[None], inherit_bindings=False):
             self._store, link, self._reader, defaults, pull_command, bandwidth, tools, suggested_model
         )
         self._multiplexer = multiplexer
-        self._pictures: KittyPictures | None = None  # of a terminal that draws them
+        self._pictures: KittyPictures | sixel.SixelPictures | None = None  # of a terminal that draws them
+        self._terminal = sixel.SixelTerminal()
         self.num_lost = 0  # changes that were not saved when the app ended
         self.failure = ""  # the exception that ended the app, on one line
 
@@ -201,24 +203,35 @@ class ChatApp(App[None], inherit_bindings=False):
         # A terminal of 16 colours shows a theme of 16 million badly.
         if not self.is_headless and self.console.color_system in (None, "standard"):
             self.theme = "ansi-dark"
-        # Other colours cannot name a picture. The answer comes as a message, or never.
-        if not self.is_headless and self.console.color_system == "truecolor" and not self.no_color:
-            self._write(QUESTION)
+        # The answers come as messages, or never.
+        if not self.is_headless and self.console.color_system in ("truecolor", "256") and not self.no_color:
+            self._write(QUESTION + sixel.QUESTION)
 
     def _write(self, sequence: str) -> None:
         if self._driver is not None:
             self._driver.write(sequence)
 
-    @on(terminal_input.TerminalName)
-    def _know_terminal(self, message: terminal_input.TerminalName) -> None:
-        if self._pictures is None and can_draw(message.answer):
-            self._pictures = KittyPictures(self._write)
-            self._chat.pane.transcript.draw_pictures(self._pictures)
+    @on(terminal_input.TerminalAnswer)
+    def _know_terminal(self, message: terminal_input.TerminalAnswer) -> None:
+        if isinstance(self._pictures, KittyPictures):
+            return
+        pictures: KittyPictures | sixel.SixelPictures | None = self._terminal.take(message.answer, *self.size)
+        # Only a cell's colour of 24 bits can name a picture.
+        if can_draw(message.answer) and self.console.color_system != "256":
+            pictures = KittyPictures(self._write)
+        if pictures is not None:
+            self._pictures = pictures
+            self._chat.pane.transcript.draw_pictures(pictures)
+
+    def on_resize(self) -> None:
+        """Ask again how large a cell is: a larger font is also a smaller screen."""
+        if isinstance(self._pictures, sixel.SixelPictures):
+            self._write(sixel.CELL_QUESTION)
 
     @on(Driver.SignalResume)
     def _draw_again(self) -> None:
         """Draw all after `fg`: the screen is empty then, and Textual would draw only what changes."""
-        if self._pictures is not None:
+        if isinstance(self._pictures, KittyPictures):
             self._pictures.forget()
             self._chat.pane.transcript.draw_pictures(self._pictures)
         self.refresh(layout=True)

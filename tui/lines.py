@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.cells import cell_len, get_character_cell_size
+from rich.cells import cell_len, get_character_cell_size, set_cell_size
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
@@ -25,6 +25,7 @@ TEXT_WIDTH = 90  # cells of a block at most: longer lines are tiring to read
 GUTTER = 2  # cells left of the text: the mark of the selected message
 COLUMN = GUTTER + TEXT_WIDTH + 2
 ACT = "act"  # the meta of a style: a click there acts on the message
+NAME_CELLS = 16  # of a model's name at least, before figures are left out
 LINK = "link"  # the meta of a style: an address, shown when the mouse is over it and copied by a click
 SEND_ALL = "(/whole sends all) "
 HINT = "  Ctrl+T shows it"
@@ -42,6 +43,7 @@ class Line:
     fill: Style | None = None  # background of the line
     fill_to: int = 0  # the cells that the background covers at least
     hidden: int = 0  # the cells by which its block is wider than its room: it is moved sideways, not wrapped
+    sixels: str = ""  # a part of a picture, drawn over the text
     strip: Strip | None = None  # the last drawing, which is valid for `strip_key`
     strip_key: tuple[int, int, Style, str, int] | None = None
 
@@ -64,6 +66,15 @@ def clean(text: str) -> str:
 def short_name(model: str) -> str:
     """Return the displayed name of a model: the last part of a path, else the name."""
     return model.rsplit("/", 1)[-1] if model.startswith("/") or model.endswith(".gguf") else model
+
+
+def cut_name(name: str, width: int) -> str:
+    """Return the words at the beginning of a model's name that have room, and an ellipsis where there are more."""
+    if cell_len(name) <= width:
+        return name
+    begun = set_cell_size(name, max(width - 1, 0)).rstrip()
+    words = begun if re.match(r"[-_.:/\s]", name[len(begun) :]) else re.sub(r"[-_.:/\s][^-_.:/\s]*$", "", begun)
+    return f"{words.rstrip('-_.:/ ')}…"
 
 
 def guess_height(text: str, width: int) -> int:
@@ -199,6 +210,8 @@ class FootRow(Row):
             versions.append(" ▸", Style(meta={ACT: "next"}))
             versions.append("  " if self._parts else "")
         parts, room = list(self._parts), max(text_width(width) - versions.cell_len, 1)
+        if parts and cell_len(" · ".join(parts)) > room:
+            parts[0] = cut_name(parts[0], max(room // 3, NAME_CELLS))
         while len(parts) > 1 and cell_len(" · ".join(parts)) > room:
             parts.pop()
         words = Text(" · ".join(parts), palette.muted + Style(meta={ACT: "figures"}))

@@ -15,6 +15,7 @@ from textual.content import Content, Span
 from textual.theme import Theme
 
 from edgelm.tui.transcript.kitty import KittyPictures
+from edgelm.tui.transcript.sixel import SixelPictures
 
 DRAFTED_SHARES = (0.22, 0.16, 0.12, 0.08)  # of green in the background of drafted words, strongest first
 ASKED_SHARES = (0.14, 0.1, 0.07, 0.04)  # of the primary colour in the background of the user's messages
@@ -49,7 +50,9 @@ class Palette:
     mark: Style  # left of the selected message
     drafted: Style | None  # background of drafted words; None: they are not tinted
     syntax: Mapping[str, Style]  # by a prefix of pygments' token type; the longest one applies
-    pictures: KittyPictures | None = None  # of a terminal that draws them; None: they are made of half blocks
+    pictures: KittyPictures | SixelPictures | None = (
+        None  # of a terminal that draws them; None: they are made of half blocks
+    )
 
 
 def make_palette(
@@ -58,7 +61,7 @@ def make_palette(
     *,
     drafts: bool = False,
     wraps_code: bool = False,
-    pictures: KittyPictures | None = None,
+    pictures: KittyPictures | SixelPictures | None = None,
 ) -> Palette:
     """Return the palette of a theme. `variables` are its CSS variables; `drafts`: tint drafted words."""
 

@@ -23,7 +23,7 @@ from edgelm.client.answer_stream import AnswerStats
 from edgelm.tui.commands.keymap import keymap_of
 from edgelm.tui.dialogs.stats_text import speed_text
 from edgelm.tui.hints import HasHints, Hint, link
-from edgelm.tui.lines import clean, short_name
+from edgelm.tui.lines import NAME_CELLS, clean, cut_name, short_name
 from edgelm.tui.pulls import Pull
 
 PULL_FRAME_S = 0.25  # between two drawings of the pulls
@@ -131,6 +131,8 @@ def status_text(status: Status, width: int, hints: Sequence[Hint] = (HELP,)) -> 
     optional = [hint for hint in shown if hint.optional]
     while optional and _cells_of_parts(parts) + 2 + _cells_of(shown) > width:
         shown.remove(optional.pop())
+    if _cells_of_parts(parts) + 2 + _cells_of(shown) > width:
+        parts[0] = parts[0]._replace(text=cut_name(parts[0].text, max(width // 3, NAME_CELLS)))
     while len(shown) > 1 and parts[0].cells + 2 + _cells_of(shown) > width:
         shown.pop()
     while len(parts) > 1 and _cells_of_parts(parts) + 2 + _cells_of(shown) > width:

@@ -17,11 +17,13 @@ from textual.message import Message
 
 PASTE, PASTED = "\x1b[200~", "\x1b[201~"
 HOLD_S = 0.3  # so long an answer waits for its next part: a slow connection sends it in several
-_NAMED = "\x1bP>|"  # XTVERSION's answer: the terminal's name
-_ANSWER = re.compile(r"\x1b\]\d+;[^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[P_][^\x1b]*\x1b\\|\x1b\[[?>][\d;]*c")
+_ANSWER = re.compile(
+    r"\x1b\]\d+;[^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[P_][^\x1b]*\x1b\\|\x1b\[(?:[?>][\d;]*c|\?[\d;]*S|[46];\d+;\d+t)"
+)
+_TOLD = ("\x1bP>|", "\x1b[")  # answers that the chat asks for: the terminal's name, what it draws and its sizes
 # The beginning of one at the end of a read; of two characters it may be a key, such as Alt+].
 _BEGUN = re.compile(
-    r"\x1b(?:\](?:\d+(?:;[^\x07\x1b]*)?)?|P(?:[>!+$\d][^\x1b]*)?|_(?:G[^\x1b]*)?|\[(?:[?>][\d;]*)?)\x1b?\Z"
+    r"\x1b(?:\](?:\d+(?:;[^\x07\x1b]*)?)?|P(?:[>!+$\d][^\x1b]*)?|_(?:G[^\x1b]*)?|\[(?:[?>][\d;]*|[46](?:;[\d;]*)?)?)\x1b?\Z"
 )
 # Enter and Ctrl+J or Ctrl+M as CSI u, or as xterm's modifyOtherKeys.
 _NEWLINE = re.compile(r"\x1b\[(?:(?:1[03](?:;[\d:]+)?|10[69];5(?::\d)?)u|27;\d+;(?:1[03]|10[69])~)")
@@ -29,8 +31,8 @@ _PART = re.compile(r"\x1b(?:\[[\d;:]{0,12})?\Z")
 _NOTHING = "[?9999;0$y"  # behind an ESC that Textual has: a report about a mode that nothing asked for
 
 
-class TerminalName(Message):
-    """The terminal answered which one it is."""
+class TerminalAnswer(Message):
+    """The terminal answered which one it is, what it draws, or how large its cells are."""
 
     def __init__(self, answer: str) -> None:
         super().__init__()
@@ -45,7 +47,7 @@ class InputParser(XTermParser):
     _begun = ""  # the beginning of an answer
     _num_sure = 0  # characters of it that came in its first read; what follows may be keys
     _due = 0.0  # when it is given up
-    _name = ""  # an answer with the terminal's name
+    _answers: tuple[str, ...] = ()  # to the chat's questions
     _has_escape = False  # Textual has an ESC that may be the first character of an answer
 
     def feed(self, data: str) -> Iterable[Message]:
@@ -58,17 +60,16 @@ class InputParser(XTermParser):
         if escape:
             repaired = repaired[1:] if repaired.startswith("\x1b") else _NOTHING + repaired
         self._has_escape = repaired.endswith("\x1b") and not self._is_pasting
-        return self._named(super().feed(repaired) if repaired else ())
+        return self._with_answers(super().feed(repaired) if repaired else ())
 
-    def _named(self, found: Iterable[Message]) -> Iterable[Message]:
-        if self._name:
-            yield TerminalName(self._name)
-            self._name = ""
+    def _with_answers(self, found: Iterable[Message]) -> Iterable[Message]:
+        answers, self._answers = self._answers, ()
+        yield from map(TerminalAnswer, answers)
         yield from found
 
     def _take(self, answer: re.Match[str]) -> str:
-        if answer[0].startswith(_NAMED):
-            self._name = answer[0]
+        if answer[0].startswith(_TOLD):
+            self._answers += (answer[0],)
         return ""
 
     def _sequence_to_key_events(self, sequence: str, alt: bool = False) -> Iterable[events.Key]:

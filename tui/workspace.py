@@ -230,6 +230,11 @@ class Workspace:
                 raise RequestError("this endpoint takes no path of a model", "/model shows what it offers")
             if await client.knows(model):
                 return model
+            if is_path(model):
+                raise RequestError(
+                    f"{self.link.remote} offers no model at {model}",
+                    "a path is one of that machine; /model shows what it offers",
+                )
         resolved = await asyncio.to_thread(self.defaults.resolve, model)
         return resolved if is_path(resolved) else find_model(models, resolved, can_pull=self.link.remote is None)
 

@@ -11,10 +11,11 @@ the file whatever the length of the answer, and no committed part is lost when t
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from edgelm.chats.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION, statements
 from edgelm.chats.search import search_chats
 
 PAGE_BYTES = 2048  # of a new file: what a second of streamed text writes; SQLite's own 4096 cost twice that
+MAX_REPACKED_BYTES = 64 * 2**20  # of an older file: about a second of a slow disk
 PIECE_CHARS = 1000  # a new piece costs two pages, a longer one costs them all again
 BUSY_MS = 250  # the chat retries; a longer wait here would only block it
 
@@ -77,7 +79,8 @@ class Store:
             raise ChatsError(f"a newer edgelm wrote the chats in {self._path}", "update edgelm, or move the file away")
         # NORMAL in WAL mode: a commit does not wait for the disk. A killed process loses nothing; a power cut loses
         # the last moments.
-        self._db.execute(f"PRAGMA page_size = {PAGE_BYTES}")  # an older file keeps its own
+        self._db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        self._repack()
         self._write_ahead()
         for pragma in ("synchronous = NORMAL", "foreign_keys = ON", "secure_delete = ON"):
             self._db.execute(f"PRAGMA {pragma}")
@@ -92,6 +95,20 @@ class Store:
         # Pieces of a killed process become searchable as text of their message.
         if self._db.execute("SELECT EXISTS (SELECT 1 FROM piece)").fetchone()[0]:
             self._fold_pieces()
+
+    def _repack(self) -> None:
+        """Write an older file, whose pages are larger, once more, where nothing else has it open and the disk has room.
+
+        SQLite does that by a journal: a killed process loses nothing, and the next one tries again.
+        """
+        size, num_pages = (self._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_size", "page_count"))
+        if self._path is None or size == PAGE_BYTES or num_pages * size > MAX_REPACKED_BYTES:
+            return
+        with suppress(sqlite3.Error, OSError):
+            has_room = shutil.disk_usage(self._path.parent).free > 4 * num_pages * size
+            # Not in WAL mode, which is left only while no other process has the file open.
+            if has_room and self._db.execute("PRAGMA journal_mode = DELETE").fetchone()[0] == "delete":
+                self._db.execute("VACUUM")
 
     def _write_ahead(self) -> None:
         """Choose the WAL mode. SQLite does not wait for another process that does the same, so we do."""

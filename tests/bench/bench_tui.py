@@ -3,6 +3,9 @@
 `python -m tests.bench.bench_tui` runs the chat in a pseudo-terminal of 120x40 against an endpoint that streams 200
 tokens per second into a chat of 1,000 blocks, with the inspector closed and open. Limits of the issue: first paint
 0.5 s, p99 of the gaps 50 ms, below 0.5 % of a core while nothing happens.
+
+`python -m tests.bench.bench_tui keys [CHECKOUT]` types while nothing happens and at 50 tokens per second, in 20 s, also
+into the chat of another checkout: the time to the character on the screen, processor and memory.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ BLOCKS, BLOCKS_EACH = 1000, 5  # ANSWER has five blocks
 TOKENS_PER_SECOND = 200
 STREAM_S = 20
 NUM_TOKENS = TOKENS_PER_SECOND * STREAM_S
+KEYS_TOKENS_PER_SECOND = 50
+NUM_KEYS = 40
+KEYS = "жщюыэ"  # no answer has them
 STARTS = 5
 IDLE_S = 20
 
@@ -103,6 +109,7 @@ class Terminal:
 
 
 def main() -> None:
+    keys, rate = sys.argv[1:2] == ["keys"], KEYS_TOKENS_PER_SECOND if sys.argv[1:2] == ["keys"] else TOKENS_PER_SECOND
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             "EDGELM_DATA_DIR": folder, "EDGELM_CACHE_DIR": folder, "EDGELM_RUNTIME_DIR": folder,
@@ -110,13 +117,16 @@ def main() -> None:
         }  # fmt: skip
         chat_id = fill(Path(folder) / "chats.db")
         endpoint = subprocess.Popen(
-            [sys.executable, "-m", "tests.tui.fake_endpoint", "0", str(TOKENS_PER_SECOND), str(NUM_TOKENS)],
+            [sys.executable, "-m", "tests.tui.fake_endpoint", "0", str(rate), str(NUM_TOKENS)],
             stdout=subprocess.PIPE,
             text=True,
         )
         try:
             assert endpoint.stdout is not None
             address = endpoint.stdout.readline().strip()
+            if keys:
+                _measure_keys(address, {**environment, "PYTHONPATH": sys.argv[2] if sys.argv[2:] else str(Path.cwd())})
+                return
             _measure_start(address, environment)
             for inspector in ("closed", "open"):
                 _measure_gaps(address, environment, chat_id, Path(folder) / f"{inspector}.json", inspector)
@@ -136,6 +146,53 @@ def _measure_start(address: str, environment: Mapping[str, str]) -> None:
             terminal.close()
     print(f"start: first paint {statistics.median(paints):.2f} s (worst {max(paints):.2f}), "
           f"ready {statistics.median(readies):.2f} s (worst {max(readies):.2f}), {STARTS} starts")  # fmt: skip
+
+
+def _measure_keys(address: str, environment: Mapping[str, str]) -> None:
+    terminal = Terminal([sys.executable, "-P", "-m", "edgelm", "--endpoint", address], environment)
+    try:
+        ready = terminal.wait_for("· ready")
+        idle = _type(terminal)
+        terminal.type(b"\r")
+        terminal.wait_for("Quicksort picks")
+        process = Path("/proc") / str(terminal.process.pid)
+        started, cpu = time.perf_counter(), _cpu_s(process)
+        streaming = _type(terminal)
+        cpu = (_cpu_s(process) - cpu) / (time.perf_counter() - started)
+        sizes = dict(line.split(":") for line in (process / "smaps_rollup").read_text().splitlines()[1:])
+        memory, own = (int(sizes[name].split()[0]) / 1024 for name in ("Rss", "Pss"))
+    finally:
+        terminal.close()
+    print(
+        f"keys: ready {ready:.2f} s; key to screen idle {_times(idle)}, "
+        f"at {KEYS_TOKENS_PER_SECOND} tok/s {_times(streaming)}, then processor {100 * cpu:.0f} % of a core; "
+        f"memory {memory:.0f} MB ({own:.0f} its own)"
+    )
+
+
+def _type(terminal: Terminal) -> list[float]:
+    """Type characters; return how many milliseconds each took to the screen."""
+    times = []
+    for number in range(NUM_KEYS):
+        key = KEYS[number % len(KEYS)].encode()
+        terminal.output, started = b"", time.perf_counter()
+        terminal.type(key)
+        while key not in terminal.output:
+            terminal.read(1)
+        times.append(1000 * (time.perf_counter() - started))
+        while time.perf_counter() < started + 0.13:  # no multiple of a frame
+            terminal.read(0.01)
+    return times
+
+
+def _times(times: list[float]) -> str:
+    return f"{statistics.median(times):.0f} ms (worst {max(times):.0f})"
+
+
+def _cpu_s(process: Path) -> float:
+    """Return the processor time of a process."""
+    fields = (process / "stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _measure_gaps(address: str, environment: Mapping[str, str], chat_id: int, result: Path, inspector: str) -> None:

@@ -30,7 +30,7 @@ from edgelm.chats.exports import file_name
 from edgelm.chats.history import UNTITLED, Chat, Message, Tree, make_title, new_id, split_sent
 from edgelm.chats.reading import Reading
 from edgelm.chats.schema import SCHEMA_VERSION
-from edgelm.chats.store import ChatsError, Store
+from edgelm.chats.store import PAGE_BYTES, ChatsError, Store
 from edgelm.chats.store_thread import StoreThread
 from edgelm.chats.tool_calls import ToolCall, tool_name
 from tests.counts import Count
@@ -487,8 +487,13 @@ def test_short_parts_are_written_into_one_piece(path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/thread-self/io").exists(), reason="only Linux counts what a thread writes")
-def test_a_slow_answer_of_6_kb_writes_a_third_of_a_megabyte(store: Store) -> None:
+@pytest.mark.parametrize("page_bytes", [4096, PAGE_BYTES], ids=["older file", "new file"])
+def test_a_slow_answer_of_6_kb_writes_a_third_of_a_megabyte(
+    path: Path, page_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """15 tokens per second for 100 s: 111 times what came within GATHER_S."""
+    written_by(path, page_bytes, monkeypatch)
+    store = Store(path)
 
     def num_written() -> int:
         fields = dict(line.split(": ") for line in Path("/proc/thread-self/io").read_text().splitlines())
@@ -509,6 +514,50 @@ def test_a_slow_answer_of_6_kb_writes_a_third_of_a_megabyte(store: Store) -> Non
         store.put_chat(chat)
     assert len(answer.text) > 6000
     assert num_written() - before < 400 * 1024
+    store.close()
+
+
+def written_by(path: Path, page_bytes: int, monkeypatch: pytest.MonkeyPatch) -> Chat:
+    """Write a file with pages of that size, and a chat into it."""
+    with monkeypatch.context() as patch:
+        patch.setattr("edgelm.chats.store.PAGE_BYTES", page_bytes)
+        store = Store(path)
+    chat, _ = add_chat(store, *(f"question {number} about elephants" for number in range(50)))
+    store.close()
+    return chat
+
+
+def page_bytes(store: Store) -> tuple[int, str]:
+    return store._rows("PRAGMA page_size")[0][0], store._rows("PRAGMA journal_mode")[0][0]
+
+
+def test_an_older_file_gets_the_pages_of_a_new_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = written_by(path, 4096, monkeypatch)
+    store = Store(path)
+    assert page_bytes(store) == (PAGE_BYTES, "wal")
+    assert [message.text for message in store.messages(chat.id)] == [
+        f"question {number} about elephants" for number in range(50)
+    ]
+    assert [hit.chat.id for hit in store.search("elephants")] == [chat.id]
+    assert store._rows("PRAGMA integrity_check") == [("ok",)]
+    store.close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_an_older_file_that_is_open_elsewhere_or_too_large_stays_as_it_is(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = written_by(path, 4096, monkeypatch)
+    with closing(sqlite3.connect(path)) as other:
+        other.execute("SELECT count(*) FROM chat").fetchone()
+        store = Store(path)
+        assert page_bytes(store) == (4096, "wal")
+        assert len(store.messages(chat.id)) == 50
+        store.close()
+    monkeypatch.setattr("edgelm.chats.store.MAX_REPACKED_BYTES", 8192)
+    store = Store(path)
+    assert page_bytes(store) == (4096, "wal")
+    store.close()
 
 
 def test_a_file_locked_from_the_start_is_waited_for(path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from edgelm.base.machine.conditions import Conditions, engine_build
 from edgelm.commands.bench import _print
+from tests.seeing import png, write_pair
 from tests.tiny import write_tiny
 
 TIMEOUT_S = 100
@@ -169,3 +170,28 @@ def test_both_figures_are_shown_where_they_differ_by_more_than_3_percent(
     assert f"{speed:.1f}" in shown
     assert ("engine alone" in shown) is is_shown
     assert (f"{speed:.0f}%" in shown) is is_shown
+
+
+def test_a_picture_is_measured_too(bench: Bench, tmp_path: Path) -> None:
+    path, _ = write_pair(tmp_path / "seeing", "gemma3")
+    picture = tmp_path / "cat.png"
+    picture.write_bytes(png(96, 64))
+    flags = (path, "--picture", picture, "-p", "8", "-n", "0", "-r", "2", "--ctx", "256", "--in-process")
+    measured = bench.result(*flags)["picture"]
+    assert measured["tokens"] >= 16, "16, and those around them"
+    assert 0 < measured["encode_ms"] < measured["first_token_ms"], "each time anew"
+    assert 0 < measured["prepare_ms"] < measured["first_token_ms"]
+    done = bench(*flags)
+    assert done.returncode == 0, done.stderr
+    assert f"the picture: {measured['tokens']} tokens, prepared in " in done.stdout.decode()
+
+
+def test_a_picture_that_cannot_be_measured_is_one_line(bench: Bench, model: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "cat.png"
+    picture.write_bytes(png(96, 64))
+    flags = ("-p", "8", "-n", "0", "-r", "1", "--in-process")
+    assert "reads no pictures; omit --picture" in error_of(bench(model, "--picture", picture, *flags))
+    path, _ = write_pair(tmp_path / "seeing", "gemma3")
+    assert "no.png" in error_of(bench(path, "--picture", tmp_path / "no.png", *flags, "--ctx", "256"))
+    picture.write_bytes(b"no picture")
+    assert "is not a picture" in error_of(bench(path, "--picture", picture, *flags, "--ctx", "256"))

@@ -201,6 +201,16 @@ def test_without_an_engine_or_a_step_it_says_so() -> None:
     assert len(steps) == 0, "another engine, other steps"
 
 
+def test_an_engine_whose_last_request_ended_is_idle() -> None:
+    steps = fed(decoded(1), KVSeen(1, (Region("running", 9, 1, own=True),)))
+    assert "1 running, 2 waiting; the step" in text_of(steps)
+    steps.take(KVSeen(1, (Region("idle", 9, 1, own=True),)))
+    assert "idle; the last step" in text_of(steps)
+    assert "running" not in text_of(steps)
+    steps.toggle_pause()
+    assert "1 running, 2 waiting; the step" in text_of(steps), "as it was then"
+
+
 def test_tokens_cannot_draw_escapes() -> None:
     steps = fed(decoded(1, words="\x1b[31mred\x07"))
     for _ in range(2):

@@ -143,6 +143,20 @@ async def test_a_path_is_no_model_of_another_endpoint(open_chat: Open, endpoint:
         assert chat.screen.workspace.model == "starter"
 
 
+async def test_a_path_is_one_of_the_endpoints_machine(open_chat: Open, endpoint: FakeEndpoint) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.press("ctrl+o")
+        await chat.type("/tmp/")
+        await chat.sees("A folder of the endpoint's machine, not of this one", "type the whole path of a model there")
+        assert "no model has this name" not in chat.text
+        await chat.type("own.gguf")
+        await chat.sees("A file or folder of the endpoint's machine, not of this one", "use own.gguf  in /tmp")
+        await chat.press("enter")
+        await chat.hears("offers no model at /tmp/own.gguf; a path is one of that machine")
+        assert chat.screen.workspace.model == "starter"
+
+
 async def test_a_path_is_chosen_by_the_picker_and_listed_as_recent(
     open_chat: Open, endpoint: FakeEndpoint, tmp_path: Path
 ) -> None:
@@ -152,7 +166,7 @@ async def test_a_path_is_chosen_by_the_picker_and_listed_as_recent(
         await chat.ready()
         await chat.press("ctrl+o")
         await chat.type(str(path))
-        await chat.sees("A file or folder", f"use {path}")
+        await chat.sees("A file or folder", "use own.gguf")
         await chat.press("enter")
         await chat.until(lambda: chat.screen.workspace.model == str(path), "the model")
         await chat.ask("Hello")

@@ -10,7 +10,7 @@ from textual._compositor import LayoutUpdate
 from textual._xterm_parser import XTermParser
 from textual.drivers.linux_driver import LinuxDriver
 
-from edgelm.tui.terminal_input import InputParser, TerminalName
+from edgelm.tui.terminal_input import InputParser, TerminalAnswer
 from tests.tui.conftest import Open
 
 
@@ -22,7 +22,7 @@ def keys(found: Iterable[object]) -> list[str]:
 def read(*reads: str) -> list[str]:
     """Return the keys and, in brackets, the pastes that the parser makes of some reads."""
     parser = InputParser()
-    found = [event for data in reads for event in parser.feed(data) if not isinstance(event, TerminalName)]
+    found = [event for data in reads for event in parser.feed(data) if not isinstance(event, TerminalAnswer)]
     assert all(isinstance(event, events.Key | events.Paste) for event in found)
     return [f"[{event.text}]" if isinstance(event, events.Paste) else event.key for event in found]
 
@@ -35,6 +35,9 @@ ANSWERS = (
     "\x1b[?62;22c",
     "\x1b[>41;354;0c",
     "\x1b_Gi=1;OK\x1b\\",
+    "\x1b[6;20;10t",
+    "\x1b[4;704;843t",
+    "\x1b[?1;0;256S",
 )
 
 
@@ -56,7 +59,7 @@ def test_answers_of_the_terminal_are_no_keys(answer: str) -> None:
 def test_the_name_of_the_terminal_is_told(clock: list[float]) -> None:
     parser = InputParser()
     found = [event for data in ("a\x1bP>|kit", "ty(0.35.2)\x1b\\b") for event in parser.feed(data)]
-    assert [event.answer for event in found if isinstance(event, TerminalName)] == ["\x1bP>|kitty(0.35.2)\x1b\\"]
+    assert [event.answer for event in found if isinstance(event, TerminalAnswer)] == ["\x1bP>|kitty(0.35.2)\x1b\\"]
     assert keys(found) == ["a", "b"]
 
 

@@ -18,7 +18,7 @@ from edgelm.chats.export_html import to_html
 from edgelm.chats.formulas import keep_formulas
 from edgelm.chats.history import Chat, Message, Tree
 from edgelm.client.answer_stream import AnswerStats
-from edgelm.tui.lines import FoldedRow, clean, wrap_cells, wrap_words
+from edgelm.tui.lines import FoldedRow, clean, cut_name, wrap_cells, wrap_words
 from edgelm.tui.palette import Palette, contrast, make_palette
 from edgelm.tui.prompt.box import History
 from edgelm.tui.status import Status, status_text
@@ -243,6 +243,38 @@ def test_the_status_line_fits(width: int) -> None:
         for part in ("41 tok/s", "1 % of the context", "gpu.local", "F1"):
             assert part in line.plain
         assert "llama" not in line.plain
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [
+        (120, "Mistral-Small-3.2-24B-Instruct-2506-Q4_K_M.gguf · ready · 41 tok/s · 1 % of the context"),
+        (80, "Mistral-Small-3.2-24B… · ready · 41 tok/s · 1 % of the context"),
+        (40, "Mistral-Small-3… · ready"),
+    ],
+)
+def test_a_long_name_leaves_room_for_figures(width: int, expected: str) -> None:
+    model = "/models/Mistral-Small-3.2-24B-Instruct-2506-Q4_K_M.gguf"
+    stats = AnswerStats(tokens_per_second=41.26, context_used=1250, context_size=131_072)
+    line = status_text(Status(model=model, activity="ready", stats=stats), width)
+    assert line.plain.startswith(expected)
+    assert "F1" in line.plain
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "cut"),
+    [
+        ("smollm2:135m-q4_1", 17, "smollm2:135m-q4_1"),
+        ("smollm2:135m-q4_1", 16, "smollm2:135m-q4…"),
+        ("smollm2:135m-q4_1", 13, "smollm2:135m…"),
+        ("smollm2:135m-q4_1", 12, "smollm2…"),
+        ("x" * 30, 10, "x" * 9 + "…"),
+        ("模型-七十億", 8, "模型…"),
+        ("abc", 1, "…"),
+    ],
+)
+def test_a_name_is_cut_between_words(name: str, width: int, cut: str) -> None:
+    assert cut_name(name, width) == cut
 
 
 def test_history() -> None:

@@ -148,26 +148,31 @@ class PickerScreen(ModalScreen[Picked | None]):
 
     def _path_lines(self, typed: str) -> list[Option]:
         """Return the typed path, and the models and folders that it may become."""
-        lines = []
+        lines, place = [], " of the endpoint's machine, not of this one" if self._note else ""
         if not typed.endswith("/"):
-            lines = [_head("A file or folder"), Option(Text(f"use {clean(typed)}"), id=typed)]
+            lines = [_head(f"A file or folder{place}"), Option(self._used(typed), id=typed)]
         folder, name = os.path.split(typed)
         if self._note:
-            return lines
+            return lines or [_head(f"A folder{place}"), Option("type the whole path of a model there", disabled=True)]
         if folder != self._folder:
             return [*lines, Option(Text("reading the folder …"), disabled=True)]
+        whole = f"{folder.rstrip('/')}/"
         fits = [entry for entry in self._entries if entry.name.lower().startswith(name.lower())]
+        fits = [entry for entry in fits if not entry.is_model or whole + entry.name != typed]
         if fits:
             lines.append(_head(f"In {clean(folder)}; Enter opens a folder, and uses a model"))
         for entry in fits:
-            path = f"{folder.rstrip('/')}/{entry.name}"
-            if entry.is_model and path == typed:
-                continue
+            path = whole + entry.name
             text = Text(no_wrap=True, overflow="ellipsis")
             text.append(clean(entry.name) + ("" if entry.is_model else "/"))
             text.append(f"  {entry.detail}", "dim")
             lines.append(Option(self._styled(text), id=path if entry.is_model else f"{OPEN}{path}/"))
         return lines or [Option("no GGUF file and no folder here", disabled=True)]
+
+    def _used(self, path: str) -> Content:
+        """Return the line that uses a path: its last part first, for a long one is cut."""
+        folder, name = os.path.split(clean(path))
+        return self._styled(Text.assemble(f"use {name}", (f"  in {folder}", "dim"), no_wrap=True, overflow="ellipsis"))
 
     @work(group="folder", exclusive=True)
     async def _list_folder(self, typed: str) -> None:

@@ -55,6 +55,7 @@ class InspectorPanel(Vertical):
     def open(self, model: str) -> None:
         """Show the steps of a model's engine from now on."""
         self.add_class("-open")
+        self._inspector.tell("asking the engine …")
         self._model = model
         self._follow(model)
 
@@ -84,7 +85,7 @@ class InspectorPanel(Vertical):
             try:
                 client = await self._link.client()
                 if not client.is_edgelm:
-                    inspector.fail(f"{client.address} is no edgelm server: it does not send the steps of its engine")
+                    inspector.tell(f"{client.address} is no edgelm server: it does not send the steps of its engine")
                     return
                 if not inspector.bandwidth and await self._link.is_own():
                     inspector.bandwidth = await asyncio.to_thread(self._measure)
@@ -92,5 +93,5 @@ class InspectorPanel(Vertical):
                     async for seen in events:
                         inspector.feed(seen)
             except EdgeLMError as error:
-                inspector.fail(clean(str(error)))
+                inspector.tell(clean(str(error)))
             await asyncio.sleep(RETRY_S)

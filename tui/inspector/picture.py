@@ -101,7 +101,9 @@ def _figures(steps: Steps, bandwidth: float, styles: Styles) -> list[Text]:
         return []
     step = steps.shown.step
     prompts = sum(chunk.is_prompt for chunk in step.chunks)
-    line = Text(f"{step.running} running, {step.waiting} waiting; the step: {step.step_ms:,.1f} ms, ")
+    is_idle = not steps.is_paused and steps.kv is not None and all(r.kind != "running" for r in steps.kv.regions)
+    now = "idle; the last step" if is_idle else f"{step.running} running, {step.waiting} waiting; the step"
+    line = Text(f"{now}: {step.step_ms:,.1f} ms, ")
     line.append(f"{_counted(sum(chunk.computed for chunk in step.chunks), 'token')}")
     line.append(f" of {_counted(len(step.chunks), 'request')}")
     if prompts:

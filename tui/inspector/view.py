@@ -40,7 +40,7 @@ class Inspector(Widget, can_focus=True):
         super().__init__(id="inspector")
         self.steps = Steps()
         self.bandwidth = bandwidth
-        self._notice = ""  # an error in place of the steps
+        self._notice = ""  # in place of the steps
         self._frame: Timer | None = None
         self._drawn_at = 0.0  # of time.monotonic
         self._was_paused = False
@@ -62,8 +62,8 @@ class Inspector(Widget, can_focus=True):
         if self._frame is None:
             self._frame = self.set_timer(max(self._drawn_at + FRAME_S - time.monotonic(), FIRST_S), self._draw)
 
-    def fail(self, notice: str) -> None:
-        """Show why there are no steps."""
+    def tell(self, notice: str) -> None:
+        """Show a notice in place of the steps, until the next event."""
         self._notice = notice
         self._draw()
 

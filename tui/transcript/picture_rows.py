@@ -19,6 +19,8 @@ from edgelm.base.workers.pictures import Picture, decode_picture, kept_picture
 from edgelm.chats.attachments import Attachment
 from edgelm.tui.lines import Line, Row, text_width
 from edgelm.tui.palette import Palette
+from edgelm.tui.transcript.kitty import KittyPictures
+from edgelm.tui.transcript.sixel import SixelPictures
 
 PREVIEW_PIXELS = 4_000
 FINE_PIXELS = 200_000  # where the terminal draws the pixels
@@ -35,12 +37,20 @@ class PictureRow(Row):
         self._data = attachment.data
 
     def draw(self, width: int, palette: Palette) -> list[Line]:
-        columns = min(text_width(width), COLUMNS)
-        if palette.pictures is not None and (picture := kept_picture(self._data, FINE_PIXELS)) is not None:
-            texts = palette.pictures.lines(picture, *_cells(picture, columns, LINES, CELL_PIXELS))
+        columns, pictures = min(text_width(width), COLUMNS), palette.pictures
+        if isinstance(pictures, KittyPictures) and (picture := kept_picture(self._data, FINE_PIXELS)) is not None:
+            texts = pictures.lines(picture, *_cells(picture, columns, LINES, CELL_PIXELS))
             return [Line(text, prefix=len(text)) for text in texts]
         picture = kept_picture(self._data, PREVIEW_PIXELS)
-        return [] if picture is None else half_blocks(picture, columns, LINES)
+        if picture is None:
+            return []
+        drawn = pictures.kept(self._data) if isinstance(pictures, SixelPictures) else None
+        if drawn is None or drawn.columns > columns:
+            return half_blocks(picture, columns, LINES)
+        lines = _blocks(picture, drawn.columns, len(drawn.lines))
+        for line, sixels in zip(lines, drawn.lines, strict=True):
+            line.sixels = sixels
+        return lines
 
     def guess(self, width: int) -> int:
         return LINES
@@ -56,8 +66,14 @@ def _cells(picture: Picture, columns: int, num_lines: int, cell: tuple[int, int]
 def half_blocks(picture: Picture, columns: int, num_lines: int) -> list[Line]:
     """Draw a picture in at most so many columns and lines, in its own shape: a cell is two pixels high."""
     scale = min(columns / picture.width, 2 * num_lines / picture.height, 1.0)
-    width = max(1, min(columns, round(picture.width * scale)))
-    height = max(2, round(picture.height * scale) // 2 * 2)
+    return _blocks(
+        picture, max(1, min(columns, round(picture.width * scale))), max(1, round(picture.height * scale) // 2)
+    )
+
+
+def _blocks(picture: Picture, width: int, num_lines: int) -> list[Line]:
+    """Draw a picture in exactly so many columns and lines."""
+    height = 2 * num_lines
     across = [(2 * x + 1) * picture.width // (2 * width) for x in range(width)]
     down = [(2 * y + 1) * picture.height // (2 * height) for y in range(height)]
 
@@ -76,11 +92,15 @@ def half_blocks(picture: Picture, columns: int, num_lines: int) -> list[Line]:
 
 def undecoded(attachments: Iterable[Attachment], palette: Palette) -> list[Attachment]:
     """Return the pictures that are not decoded for the screen."""
-    pixels = _pixels(palette)
+    pixels, pictures = _pixels(palette), palette.pictures
     return [
         attachment
         for attachment in attachments
-        if attachment.kind == "image" and kept_picture(attachment.data, pixels) is None
+        if attachment.kind == "image"
+        and (
+            kept_picture(attachment.data, pixels) is None
+            or (isinstance(pictures, SixelPictures) and pictures.kept(attachment.data) is None)
+        )
     ]
 
 
@@ -89,7 +109,9 @@ async def decode_previews(attachments: Iterable[Attachment], palette: Palette) -
     for attachment in attachments:
         with suppress(EdgeLMError):
             await in_daemon_thread(partial(decode_picture, attachment.data, _pixels(palette)))
+            if isinstance(palette.pictures, SixelPictures):
+                await in_daemon_thread(partial(palette.pictures.draw, attachment.data, COLUMNS, LINES))
 
 
 def _pixels(palette: Palette) -> int:
-    return PREVIEW_PIXELS if palette.pictures is None else FINE_PIXELS
+    return FINE_PIXELS if isinstance(palette.pictures, KittyPictures) else PREVIEW_PIXELS

@@ -52,6 +52,7 @@ from edgelm.tui.palette import Palette, make_palette
 from edgelm.tui.transcript.finding import FOUND, FOUND_HERE, Finding, Found, Place
 from edgelm.tui.transcript.kitty import KittyPictures
 from edgelm.tui.transcript.picture_rows import decode_previews, undecoded
+from edgelm.tui.transcript.sixel import SixelPictures, SixelStrip
 from edgelm.tui.transcript.views import Flow, MessageView
 
 WELCOME = """{help} shows every key, / every command.
@@ -141,9 +142,10 @@ class Transcript(ScrollView, can_focus=True):
         self._finished_way: tuple[Any, ...] = ()  # how it was done
         self._notice = ""
         self._about: Sequence[str] = ()
+        self._composed: tuple[tuple[object, ...], list[Line]] | None = None  # the first screen, and of what
         self._drafts = False
         self._wraps_code = wraps_code
-        self._pictures: KittyPictures | None = None
+        self._pictures: KittyPictures | SixelPictures | None = None
         self._pan = 0  # cells by which wide code is moved to the left
         self.can_explore = True  # the endpoint tells tokens
         self._finding: Finding | None = None
@@ -171,7 +173,7 @@ class Transcript(ScrollView, can_focus=True):
             self._select(selected)
         self._arrange()
 
-    def draw_pictures(self, pictures: KittyPictures) -> None:
+    def draw_pictures(self, pictures: KittyPictures | SixelPictures) -> None:
         """Let the terminal draw the pictures."""
         self._pictures = pictures
         self._palette = None
@@ -500,7 +502,13 @@ class Transcript(ScrollView, can_focus=True):
         return line if text is None else replace(line, text=text, strip=None)
 
     def _welcome(self) -> list[Line]:
-        """Return the lines of a chat without a message."""
+        """Return the lines of a chat without a message. Textual draws them again at each key."""
+        key = (self.palette, self._text_width, self._about, self._notice)
+        if self._composed is None or self._composed[0] != key:
+            self._composed = key, self._welcome_lines()
+        return self._composed[1]
+
+    def _welcome_lines(self) -> list[Line]:
         palette, width = self.palette, self._text_width
         keymap = keymap_of(self.app)
         keys = {name: keymap.label(f"run({name!r})", key) or f"/{name}" for name, key in WELCOME_KEYS.items()}
@@ -780,7 +788,9 @@ def _make_strip(
     filled = layout.fill_to - (layout.room if line.hidden else text.cell_len)
     if filled > 0:
         segments.append(Segment(" " * filled, background))
-    return Strip(Segment.adjust_line_length(segments, layout.width, base), layout.width)
+    strip = Strip(Segment.adjust_line_length(segments, layout.width, base), layout.width)
+    start = sum(len(part.text) for part in left)
+    return SixelStrip(strip, start, text.cell_len, line.sixels, background) if line.sixels else strip
 
 
 def _moved(parts: Sequence[tuple[str, Style]], prefix: int, layout: Layout, background: Style) -> list[Segment]:

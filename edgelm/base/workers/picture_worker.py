@@ -1,4 +1,4 @@
-"""The worker that decodes one picture with Pillow.
+"""The worker that decodes one picture with Pillow, or draws it as sixels.
 
 Its errors go on from the name of the picture: "is damaged".
 """
@@ -8,50 +8,66 @@ from __future__ import annotations
 import base64
 import io
 import math
+import re
 import resource
 import sys
 import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from PIL import Image, ImageOps, WebPImagePlugin
 
 from edgelm.base.errors import RequestError
 from edgelm.base.workers.child import Child, run_job
-from edgelm.base.workers.pictures import MAX_FILE_PIXELS, MAX_RATIO, ReadPicture, ReadResult
+from edgelm.base.workers.pictures import MAX_FILE_PIXELS, MAX_RATIO, DrawnPicture, DrawPicture, ReadPicture, ReadResult
 
 MAX_MEMORY_BYTES = 2 * 2**30
 QUALITIES = (90, 80, 70, 60)  # of JPEG, until the file is small enough
 MAX_PNG_BYTES = 2**19  # of a new file: a larger one is no drawing, and JPEG takes a tenth of it
 METADATA = {"exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp", "photoshop", "comment"}
 FORMATS = {b"\x89PNG\r\n\x1a\n": "PNG", b"\xff\xd8\xff": "JPEG", b"GIF87a": "GIF", b"GIF89a": "GIF", b"BM": "BMP"}
+_CHARACTERS = bytes((value + 63) % 256 for value in range(256))  # six pixels as a character: none of them is "?"
+_RUN = re.compile(r"(.)\1{3,}")
 _SAVE = "save it as PNG or JPEG"
 
 
 def read(request: ReadPicture) -> ReadResult:
     """Return a picture upright, without transparency and within the limits. Raises RequestError."""
-    warnings.simplefilter("ignore")  # of Pillow, about EXIF that is odd
     data = base64.b64decode(request.data)
     kind = _format(data)
+    image = _open(data, kind)
+    width, height = image.size
+    is_small = width * height <= request.max_pixels and len(data) <= request.max_bytes
+    pixels = _decoded(image, request.max_pixels)
+    if not request.max_bytes:
+        return ReadResult(*pixels.size, base64.b64encode(pixels.tobytes()).decode())
+    if is_small and kind in ("PNG", "JPEG") and not METADATA.intersection(image.info):
+        return ReadResult(width, height, request.data, f"image/{kind.lower()}")
+    return _encoded(pixels, request.max_bytes, is_drawing=kind != "JPEG")
+
+
+def _open(data: bytes, kind: str) -> Image.Image:
+    """Return a picture that is not decoded yet, and not too large for that. Raises RequestError."""
+    warnings.simplefilter("ignore")  # of Pillow, about EXIF that is odd
     try:
         image = Image.open(io.BytesIO(data), formats=(kind,))
     except Exception:  # noqa: BLE001 - a damaged file may raise anything in Pillow
         raise RequestError("is damaged: its header cannot be read", _SAVE) from None
+    _check_size(*image.size)
+    return image
+
+
+def _decoded(image: Image.Image, max_pixels: int) -> Image.Image:
+    """Return the pixels of a picture as RGB. Raises RequestError."""
     width, height = image.size
-    _check_size(width, height)
-    is_small = width * height <= request.max_pixels and len(data) <= request.max_bytes
     try:
-        pixels = _pixels(image, request.max_pixels)
+        return _pixels(image, max_pixels)
     except MemoryError:
         raise RequestError(
             f"has {width:,} x {height:,} pixels, too many to decode here", "send a smaller one"
         ) from None
     except Exception:  # noqa: BLE001 - as above
         raise RequestError("is damaged or cut off", _SAVE) from None
-    if not request.max_bytes:
-        return ReadResult(*pixels.size, base64.b64encode(pixels.tobytes()).decode())
-    if is_small and kind in ("PNG", "JPEG") and not METADATA.intersection(image.info):
-        return ReadResult(width, height, request.data, f"image/{kind.lower()}")
-    return _encoded(pixels, request.max_bytes, is_drawing=kind != "JPEG")
 
 
 def _format(data: bytes) -> str:
@@ -132,13 +148,68 @@ def _saved(image: Image.Image, kind: str, quality: int = 0) -> bytes:
     return file.getvalue()
 
 
+def draw(request: DrawPicture) -> DrawnPicture:
+    """Return a picture as sixels, in its own shape; a small one is not enlarged. Raises RequestError."""
+    width, height = request.columns * request.cell[0], request.num_lines * request.cell[1]
+    # With spare pixels: a long one is reduced to its room, and not to its share of all pixels, afterwards.
+    data = base64.b64decode(request.data)
+    pixels = _decoded(_open(data, _format(data)), 4 * width * height)
+    scale = min(width / pixels.width, height / pixels.height, 1.0)
+    size = max(1, round(pixels.width * scale)), max(1, round(pixels.height * scale))
+    image = pixels.resize(size, Image.Resampling.LANCZOS)
+    colored = image.quantize(request.num_colors)
+    if image.getcolors(request.num_colors) is None:
+        colored = image.quantize(palette=colored)  # with dithering
+    return DrawnPicture(math.ceil(size[0] / request.cell[0]), tuple(_sixels(colored, request.cell[1])))
+
+
+def _sixels(image: Image.Image, line_height: int) -> Iterator[str]:
+    """Yield a picture with a palette as sixels, a line of the screen at a time.
+
+    https://vt100.net/docs/vt3xx-gp/chapter14.html: a character is a column of six pixels of one colour, `!` repeats
+    it, `$` goes back to the start of a row of characters, `-` to the next row.
+    """
+    palette = image.getpalette() or []
+    masks = [bytes(int(value == color) for value in range(256)) for color in range(len(palette) // 3)]
+    pixels = image.tobytes()
+    rows = [pixels[start : start + image.width] for start in range(0, len(pixels), image.width)]
+    for top in range(0, len(rows), line_height):
+        line = rows[top : top + line_height]
+        colors = "".join(
+            f"#{color};2;" + ";".join(str(round(value / 2.55)) for value in palette[3 * color : 3 * color + 3])
+            for color in sorted(set(b"".join(line)))
+        )
+        bands = "-".join(_band(line[start : start + 6], masks) for start in range(0, len(line), 6))
+        # 1: a pixel without a colour stays as it is. The size keeps the last, cut band from taking a line more.
+        yield f'\x1bP0;1;0q"1;1;{image.width};{len(line)}{colors}{bands}\x1b\\'
+
+
+def _band(rows: Sequence[bytes], masks: Sequence[bytes]) -> str:
+    """Return up to six rows of pixels as characters, one colour after the other."""
+    parts = []
+    for color in sorted(set(b"".join(rows))):
+        bits = sum(int.from_bytes(row.translate(masks[color])) << place for place, row in enumerate(rows))
+        characters = bits.to_bytes(len(rows[0])).translate(_CHARACTERS).rstrip(b"?").decode()
+        parts.append(f"#{color}" + _RUN.sub(lambda run: f"!{len(run[0])}{run[1]}", characters))
+    return "$".join(parts)
+
+
 def _read(request: ReadPicture, child: Child) -> None:
+    _limit()
+    child.send(read(request))
+
+
+def _draw(request: DrawPicture, child: Child) -> None:
+    _limit()
+    child.send(draw(request))
+
+
+def _limit() -> None:
     with suppress(ValueError, OSError):  # not on every system
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     Image.MAX_IMAGE_PIXELS = None  # `_check_size` has our limit, and one line
-    child.send(read(request))
 
 
 if __name__ == "__main__":
     assert WebPImagePlugin.SUPPORTED  # its import registers the format; Pillow would import all of them
-    sys.exit(run_job({ReadPicture: _read}))
+    sys.exit(run_job({ReadPicture: _read, DrawPicture: _draw}))

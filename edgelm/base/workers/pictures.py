@@ -11,9 +11,12 @@ import hashlib
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import TypeVar
 
 from edgelm.base.errors import EdgeLMError, EngineError, RequestError
 from edgelm.base.workers.parent import Worker, WorkerDiedError, ask
+
+T = TypeVar("T")
 
 MAX_FILE_BYTES = 20 * 2**20
 MAX_FILE_PIXELS = 64 * 2**20  # of a picture before it is decoded: 8,192 x 8,192
@@ -54,6 +57,25 @@ class ReadPicture:
     data: str  # base64
     max_pixels: int
     max_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DrawPicture:
+    """Draw a picture as sixels, in at most so many cells of so many pixels, with so many colours."""
+
+    data: str  # base64
+    columns: int
+    num_lines: int
+    cell: tuple[int, ...]  # width and height
+    num_colors: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnPicture:
+    """A picture as sixels: a sequence for each line of the screen, which draws that line's part and nothing below."""
+
+    columns: int
+    lines: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +140,30 @@ def storable_picture(data: bytes, name: str = "the picture", max_pixels: int = M
     return StoredPicture(result.width, result.height, base64.b64decode(result.data), result.media_type)
 
 
+def draw_sixels(
+    data: bytes, columns: int, num_lines: int, cell: tuple[int, int], num_colors: int, name: str = "the picture"
+) -> DrawnPicture:
+    """Return a picture as sixels, in its own shape. Raises RequestError for a picture that is not taken."""
+    _check_bytes(data, name)
+    request = DrawPicture(base64.b64encode(data).decode(), columns, num_lines, cell, num_colors)
+    return _ask(request, DrawnPicture, name)
+
+
 def _read(data: bytes, name: str, max_pixels: int, max_bytes: int = 0) -> ReadResult:
+    _check_bytes(data, name)
+    return _ask(ReadPicture(base64.b64encode(data).decode(), max_pixels, max_bytes), ReadResult, name)
+
+
+def _check_bytes(data: bytes, name: str) -> None:
     if len(data) > MAX_FILE_BYTES:
         raise RequestError(f"{name} is larger than {MAX_FILE_BYTES // 2**20} MiB", "send a smaller one")
-    request = ReadPicture(base64.b64encode(data).decode(), max_pixels, max_bytes)
+
+
+def _ask(request: ReadPicture | DrawPicture, kind: type[T], name: str) -> T:
+    """Let a worker do it. Raises RequestError for a picture that is not taken."""
     try:
         with _IN_WORK:
-            worker = Worker(
-                "edgelm.base.workers.picture_worker", replies=(ReadResult,), errors=(RequestError,), grace_s=0.0
-            )
+            worker = Worker("edgelm.base.workers.picture_worker", replies=(kind,), errors=(RequestError,), grace_s=0.0)
             reply = ask(worker, request, DECODE_S)
     except TimeoutError:
         raise RequestError(f"{name} takes longer than {DECODE_S:.0f} s to decode", "send a smaller one") from None
@@ -136,5 +173,5 @@ def _read(data: bytes, name: str, max_pixels: int, max_bytes: int = 0) -> ReadRe
         raise RequestError(f"{name} {error.message}", error.hint) from None
     except EdgeLMError as error:
         raise EngineError(f"{name} cannot be decoded: {error.message}", error.hint or "try again") from None
-    assert isinstance(reply, ReadResult)
+    assert isinstance(reply, kind)
     return reply
