@@ -7,12 +7,12 @@ BIN := .venv/bin
 # The environment is made again when what it is made from changes, whatever the files' dates say.
 INPUTS := pyproject.toml edgelm/__init__.py packaging/llama/pyproject.toml packaging/llama_wheel.py packaging/llama_source.py packaging/environment.sh
 READY := .venv/ready-$(shell cat $(INPUTS) | cksum | tr ' ' '-')
-# Tests run on all cores, a file on each. Those that start processes or wait for sockets and screens run beside each other:
-# they wait more than they compute, so there is a process more than cores. Beside tests that only compute they would be late. They run first: the lines that
-# libraries print at exit would follow the summary.
+# Tests run on all cores, a file on each. Those that start processes or wait for sockets and screens run beside each other,
+# two processes on each core: they wait more than they compute. They run first: the lines that libraries print at exit
+# would follow the summary.
 TIMED := tests/commands tests/server tests/tui
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null | awk '{ print ($$1 > 4) ? 4 : $$1 }')
-TIMED_JOBS ?= $(shell expr $(JOBS) + 1)
+TIMED_JOBS ?= $(shell expr $(JOBS) \* 2)
 # The clients of `make clients`: from PyPI and npm, in the versions of tests/clients/.
 CLIENTS := build/clients
 CLIENTS_READY := $(CLIENTS)/ready-$(shell cat tests/clients/requirements.txt tests/clients/ollama.txt tests/clients/frameworks.txt tests/clients/aider.txt tests/clients/lm_eval.txt tests/clients/package-lock.json | cksum | tr ' ' '-')
