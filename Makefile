@@ -7,12 +7,11 @@ BIN := .venv/bin
 # The environment is made again when what it is made from changes, whatever the files' dates say.
 INPUTS := pyproject.toml edgelm/__init__.py packaging/llama/pyproject.toml packaging/llama_wheel.py packaging/llama_source.py packaging/environment.sh
 READY := .venv/ready-$(shell cat $(INPUTS) | cksum | tr ' ' '-')
-# Tests run on all cores, a file on each. Those that start processes or wait for sockets and screens run beside each other,
-# two processes on each core: they wait more than they compute. They run first: the lines that libraries print at exit
-# would follow the summary.
+# Tests run on all cores, two processes on each and a file on each process: they wait more than they compute, for
+# processes, limits of time and disks. Those for processes, sockets and screens run beside each other, first, and not
+# beside kernels that are interpreted; the lines that libraries print at exit would follow the summary, too.
 TIMED := tests/commands tests/server tests/tui
-JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null | awk '{ print ($$1 > 4) ? 4 : $$1 }')
-TIMED_JOBS ?= $(shell expr $(JOBS) \* 2)
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null | awk '{ print ($$1 > 4) ? 8 : 2 * $$1 }')
 # The clients of `make clients`: from PyPI and npm, in the versions of tests/clients/.
 CLIENTS := build/clients
 CLIENTS_READY := $(CLIENTS)/ready-$(shell cat tests/clients/requirements.txt tests/clients/ollama.txt tests/clients/frameworks.txt tests/clients/aider.txt tests/clients/lm_eval.txt tests/clients/package-lock.json | cksum | tr ' ' '-')
@@ -49,7 +48,7 @@ chat: $(READY) ## Chat in this terminal; the first time, pip fetches a small mod
 
 test: $(READY) ## Run the tests; ARGS="-k scheduler" for some of them
 ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest -n $(TIMED_JOBS) $(SPREAD) $(if $(COVER),--cov --cov-report=) $(TIMED)
+	$(BIN)/python -m pytest -n $(JOBS) $(SPREAD) $(if $(COVER),--cov --cov-report=) $(TIMED)
 	$(BIN)/python -m pytest -n $(JOBS) $(SPREAD) \
 		$(if $(COVER),--cov --cov-append --cov-report=term:skip-covered) $(addprefix --ignore=,$(TIMED))
 else
