@@ -7,20 +7,16 @@ BIN := .venv/bin
 # The environment is made again when what it is made from changes, whatever the files' dates say.
 INPUTS := pyproject.toml edgelm/__init__.py packaging/llama/pyproject.toml packaging/llama_wheel.py packaging/llama_source.py packaging/environment.sh
 READY := .venv/ready-$(shell cat $(INPUTS) | cksum | tr ' ' '-')
-# Tests run on all cores, a file on each. Those that start processes or wait for sockets and screens run beside each other:
-# they wait more than they compute, so there is a process more than cores. Beside tests that only compute they would be late. They run first: the lines that
-# libraries print at exit would follow the summary.
+# Tests run on all cores, two processes on each and a file on each process: they wait more than they compute, for
+# processes, limits of time and disks. Those for processes, sockets and screens run beside each other, first, and not
+# beside kernels that are interpreted; the lines that libraries print at exit would follow the summary, too.
 TIMED := tests/commands tests/server tests/tui
-JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null | awk '{ print ($$1 > 4) ? 4 : $$1 }')
-TIMED_JOBS ?= $(shell expr $(JOBS) + 1)
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null | awk '{ print ($$1 > 4) ? 8 : 2 * $$1 }')
 # The clients of `make clients`: from PyPI and npm, in the versions of tests/clients/.
 CLIENTS := build/clients
 CLIENTS_READY := $(CLIENTS)/ready-$(shell cat tests/clients/requirements.txt tests/clients/ollama.txt tests/clients/frameworks.txt tests/clients/aider.txt tests/clients/lm_eval.txt tests/clients/package-lock.json | cksum | tr ' ' '-')
 # In the order of tests/order.py: xdist's own puts files with few tests last, and some of those are long.
 SPREAD := --dist loadfile --no-loadscope-reorder
-# A test that fails is run once more, and both runs are shown: one process, socket or screen of thousands may be late on a
-# busy machine. A test that fails twice fails; a line "RERUN" is a fault to look into.
-RERUNS := --reruns 1 -rR
 # Python's tracer doubles the processor time of most tests, so only `make coverage` uses it.
 COVER ?=
 ARGS ?=
@@ -34,6 +30,8 @@ EPOCH = $(shell git log -1 --format=%ct 2>/dev/null || echo 1767225600)
 # Tests run beside each other, so their threads of OpenMP do not spin, and are few. A chat decides by itself.
 test soak clients: export OMP_WAIT_POLICY ?= passive
 test soak clients: export OMP_NUM_THREADS ?= 1
+# They start edgelm some thousand times: without kept bytecode, each start compiles it again, a fifth of its time.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv chat test coverage clients real soak lint format smoke bench wheel dist clean
 
@@ -50,8 +48,8 @@ chat: $(READY) ## Chat in this terminal; the first time, pip fetches a small mod
 
 test: $(READY) ## Run the tests; ARGS="-k scheduler" for some of them
 ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest $(RERUNS) -n $(TIMED_JOBS) $(SPREAD) $(if $(COVER),--cov --cov-report=) $(TIMED)
-	$(BIN)/python -m pytest $(RERUNS) -n $(JOBS) $(SPREAD) \
+	$(BIN)/python -m pytest -n $(JOBS) $(SPREAD) $(if $(COVER),--cov --cov-report=) $(TIMED)
+	$(BIN)/python -m pytest -n $(JOBS) $(SPREAD) \
 		$(if $(COVER),--cov --cov-append --cov-report=term:skip-covered) $(addprefix --ignore=,$(TIMED))
 else
 	$(BIN)/python -m pytest $(ARGS)

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from gguf import GGUFWriter, PoolingType, TokenType
-from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = "the cat dog sat on mat a red house is of and what which berlin paris capital germany france city rain".split()
@@ -40,6 +38,9 @@ NAMES = {
 
 def tiny_bert(seed: int = 0, *, ranks: bool = False) -> Any:
     """Return a model of transformers: a `BertModel`, or one with a classifier of one output."""
+    import torch  # here, as each process that collects tests would wait three seconds for them
+    from transformers import BertConfig, BertForSequenceClassification, BertModel
+
     torch.manual_seed(seed)
     config = BertConfig(
         vocab_size=len(VOCABULARY),

@@ -21,6 +21,7 @@ from edgelm.commands.pull import TerminalDisplay
 from edgelm.evaluation.kept import KeptResults
 from edgelm.library.progress import Listed, ListedFile, Progress, Retrying, StandingIn
 from tests.evaluation.rows import kept_model
+from tests.library.conftest import wait_for_part
 from tests.library.hub_server import Fault, HubServer
 
 NAME = "o/m-GGUF"
@@ -277,19 +278,20 @@ def test_offline_opens_no_socket(environment: dict[str, str], tmp_path: Path, se
     assert len(server.requests) == before
 
 
-def test_ctrl_c_ends_it_at_once_and_prints_the_kept_bytes(environment: dict[str, str], server: HubServer) -> None:
-    server.rate = 3e5
+def test_ctrl_c_ends_it_at_once_and_prints_the_kept_bytes(
+    environment: dict[str, str], server: HubServer, tmp_path: Path
+) -> None:
+    server.order("m-Q4_K_M.gguf", Fault("stall", after=300_000))
     command = [sys.executable, "-m", "edgelm", "pull", NAME]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    server.wait_for_bytes(300_000)
+    wait_for_part(tmp_path / "hub", 300_000)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
     assert err.splitlines()[-1].startswith("interrupted: ")
     assert err.splitlines()[-1].endswith(" of 6.27 MB are here, run it again to resume")
-    server.rate = None
     subprocess.run(command, env=environment, check=True, capture_output=True, timeout=60)
-    assert server.sent[-1].start > 200_000
+    assert server.sent[-1].start == 300_000
 
 
 def test_a_terminal_shows_bytes_rate_time_left_and_files() -> None:

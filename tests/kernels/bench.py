@@ -133,7 +133,9 @@ def _time(case: BenchCase, row: Row, device: torch.device, bandwidth: float) -> 
 
 
 def _tune(case: BenchCase, device: torch.device) -> None:
-    from edgelm.backends.torch.timing import time_us_or_inf
+    from triton.runtime.errors import OutOfResources
+
+    from edgelm.backends.torch.timing import time_us
     from edgelm.backends.torch.tuning import tune
     from edgelm.kernels.tuning import TABLE
     from tests.kernels.benchmark.timing import copies_of
@@ -143,7 +145,13 @@ def _tune(case: BenchCase, device: torch.device) -> None:
     def run(inputs: Any) -> Any:
         return case.work.run(inputs, "triton")
 
-    tune(TABLE, lambda: run(copies[0]), lambda _: time_us_or_inf(run, copies))
+    def us_or_inf(_: object) -> float:
+        try:
+            return time_us(run, copies)
+        except OutOfResources:
+            return math.inf
+
+    tune(TABLE, lambda: run(copies[0]), us_or_inf)
 
 
 COLUMNS = (("us", ".2f"), ("gbps", ".0f"), ("fraction", ".1%"), ("speedup", ".2f"), ("deviation", ".0e"))

@@ -266,6 +266,7 @@ class _Handler(BaseHTTPRequestHandler):
         finally:
             with self.hub.changed:
                 self.hub.open_answers -= self.command == "GET"
+                self.hub.changed.notify_all()
 
     def _answer(self, file: StoredFile, etag: str, fault: Fault, headers: dict[str, str]) -> None:
         start, end, status = self._range(file, etag, fault)

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from edgelm.kernels.cache import BLOCK_LEN, FORMATS, allocate
 from edgelm.models.decoder import Batch, Decoder
 
-transformers.utils.logging.disable_progress_bar()
 VOCAB = 96
 WINDOW = 12
 SIZES: dict[str, Any] = {
@@ -164,8 +162,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build(name: str, seed: int = 0, **changes: Any) -> Any:
     """Return a transformers model with random weights, in float32, ready to run."""
+    import transformers  # here, as each process that collects tests would wait for it
+
     model_type, options = MODELS[name]
     options = copy.deepcopy({**SIZES, **options, **changes})
+    transformers.utils.logging.disable_progress_bar()
     config = transformers.AutoConfig.for_model(model_type, **options)
     config._attn_implementation = "eager"  # the only one with soft caps and sinks
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

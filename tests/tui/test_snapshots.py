@@ -40,6 +40,7 @@ from tests.tui.fake_endpoint import ANSWER, FakeEndpoint
 
 MARCH_2025 = 1_741_000_000.0
 FILL_MS = 30_000  # the thread of the app makes the same file, and may be slow
+DRAWING = {"folder", "open", "paths", "pictures", "search"}  # workers whose end changes the picture
 STATS = AnswerStats(
     prompt_tokens=38, completion_tokens=212, first_token_ms=214.0, tokens_per_second=41.3, drafted=96, accepted=71,
     context_used=250, context_size=4096, engine="llama", device="cpu",
@@ -132,7 +133,7 @@ async def settle(pilot: Pilot[None]) -> None:
     last, since = None, time.monotonic()
     while last is None or time.monotonic() - since < 0.1:
         picture = [strip.text for strip in pilot.app.screen._compositor.render_strips()]
-        if picture != last:
+        if picture != last or any(worker.group in DRAWING for worker in pilot.app.workers):
             last, since = picture, time.monotonic()
         await pilot.pause(0.02)
 

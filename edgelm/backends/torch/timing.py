@@ -38,16 +38,6 @@ def time_us(run: Callable[[T], object], inputs: Sequence[T], min_us: float = MIN
     return statistics.median(_replay_us(graph) for _ in range(replays)) / calls
 
 
-def time_us_or_inf(run: Callable[[T], object], inputs: Sequence[T], min_us: float = MIN_US) -> float:
-    """Return the time of a call, or infinity if it needs more of a GPU than there is."""
-    from triton.runtime.errors import OutOfResources
-
-    try:
-        return time_us(run, inputs, min_us)
-    except OutOfResources:
-        return math.inf
-
-
 def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()

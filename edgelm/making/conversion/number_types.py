@@ -5,7 +5,7 @@ Knows nothing of tensors and files.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from edgelm.base.errors import ModelError
 
 Target = Literal["source", "F32", "F16", "BF16", "Q8_0"]
-TARGETS: tuple[str, ...] = get_args(Target)
 Kind = GGMLQuantizationType
 KINDS = {"F32": Kind.F32, "F16": Kind.F16, "BF16": Kind.BF16, "Q8_0": Kind.Q8_0}
 STORED = {"F64": Kind.F32, "F32": Kind.F32, "F16": Kind.F16, "BF16": Kind.BF16}  # by the type in the folder
