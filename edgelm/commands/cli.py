@@ -19,7 +19,7 @@ from edgelm import __version__
 from edgelm.base.errors import USAGE_EXIT_CODE, EdgeLMError, UsageError, one_line
 from edgelm.commands.cli_chats import chats_app
 from edgelm.commands.cli_making import convert, evaluate, quantize
-from edgelm.commands.cli_server import launch, load, ps, serve, service_app, top, unload, watch
+from edgelm.commands.cli_server import launch, load, ps, serve, service_app, share, top, unload, watch
 from edgelm.commands.flags import Flags, Json, Model, Verbose, Yes, with_fields, with_settings
 from edgelm.commands.run_options import RunOptions
 from edgelm.jobs.embed_request import Format
@@ -292,7 +292,7 @@ def rm(
     raise typer.Exit(remove_models(models, {}, unfinished_only=unfinished, yes=yes, as_json=as_json))
 
 
-for _command in (serve, launch, load, unload, ps, top, watch):  # the help lists them here
+for _command in (serve, share, launch, load, unload, ps, top, watch):  # the help lists them here
     app.command()(_command)
 app.add_typer(service_app, name="service")
 

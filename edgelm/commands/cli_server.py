@@ -1,4 +1,4 @@
-"""The names and flags of the commands about a server: serve, launch, load, unload, ps, top, watch and service.
+"""The names and flags of the commands about a server: serve, share, launch, load, unload, ps, top, watch and service.
 
 cli.py has the other commands, and lists these among them. The work of a command is a module of `commands`.
 """
@@ -35,6 +35,23 @@ def serve(
         as_json=as_json,
         verbose=verbose,
     )
+
+
+@with_settings("serve")
+def share(
+    models: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="More models to offer.")] = None,
+    with_key: Annotated[
+        bool, typer.Option("--with-key", help="Show the key, also in the QR code: who sees it can use it.")
+    ] = False,
+    qr: Annotated[bool, typer.Option("--qr/--no-qr", help="Show the address as a QR code.")] = True,
+    verbose: Verbose = False,
+    *,
+    flags: Flags,
+) -> None:
+    """Serve the models here to phones and computers of this network: with a key and TLS, which it makes."""
+    from edgelm.commands.share import share_models
+
+    share_models(models or [], flags, with_key=with_key, qr=qr, verbose=verbose)
 
 
 def launch(

@@ -7,7 +7,7 @@ import getpass
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from edgelm.base.config import load_config
 from edgelm.base.errors import EdgeLMError, ModelError
@@ -33,8 +33,12 @@ def serve_models(
     until_unused: bool = False,
     as_json: bool,
     verbose: bool,
+    say: Callable[[FrontRecord], None] | None = None,
 ) -> None:
-    """Serve until interrupted. Raises EdgeLMError, also for a given file that is no whole model."""
+    """Serve until interrupted; `say` prints another line than ours when the server listens.
+
+    Raises EdgeLMError, also for a given file that is no whole model.
+    """
     listener = inherited_listener()  # first: no child may take its variables
     config = load_config(flags)
     _log_to_stderr(config.settings.log_format, verbose=verbose)
@@ -50,6 +54,8 @@ def serve_models(
     def announce(front: FrontRecord) -> None:
         if until_stdin_closes:  # our parent reads it, and needs the key
             print(encode(Serving(front.address, front.key, front.certificate)).decode(), end="", flush=True)
+        elif say is not None:
+            say(front)
         elif as_json:
             print(json.dumps({"event": "serving", "address": front.address}), flush=True)
         else:
