@@ -71,5 +71,5 @@ class Vector:
     """The vector of one text."""
 
     index: int
-    num_tokens: int
+    num_tokens: int | None  # None: another server computed it, and tells the sum only
     data: str  # base64 of little-endian float32

@@ -215,7 +215,7 @@ class ModelNames:
 
 def _remote_entry(model: RemoteModel, name: str) -> Listed:
     """Return the entry of a model that another server runs."""
-    known: dict[str, Any] = {"remote": model.where, "kind": "text"}
+    known: dict[str, Any] = {"remote": model.where, "kind": model.kind}
     known |= {"context": model.context} if model.context else {}
     known |= {"alias_of": model.name} if name.casefold() != model.name.casefold() else {}
     return Listed(name, Path(), 0, known)

@@ -1,7 +1,4 @@
-"""The path of a request to a model that another server runs, and back: in every dialect that a model answers.
-
-Owns which failures lead to another server: those before the first token.
-"""
+"""The path of a request to a model that another server runs, and back: in every dialect that a model answers."""
 
 from __future__ import annotations
 
@@ -23,18 +20,17 @@ from edgelm.server.api.json_body import read_json
 from edgelm.server.api.ollama import OllamaRequest
 from edgelm.server.api.ollama_reply import loaded_reply
 from edgelm.server.bodies import Bodies
-from edgelm.server.remotes.boxes import Box, BoxError
+from edgelm.server.remotes.boxes import Box
+from edgelm.server.remotes.embedding import EMBED_PATHS, embed_remotely
 from edgelm.server.remotes.models import RemoteModel
 from edgelm.server.remotes.wire import Chunks, TokenTexts, body_of, notes_of, path_of
 from edgelm.server.request_log import RequestRecord, record_of
 from edgelm.text.tokenizer import Tokenizer
 
-MAX_TRIES = 16  # of one request at servers that are busy
-
 
 def answers_remotely(path: str) -> bool:
     """Return whether another server can answer a route's requests."""
-    return path in DIALECTS and path != "/infill"
+    return (path in DIALECTS and path != "/infill") or path in EMBED_PATHS
 
 
 def not_remote(model: RemoteModel, what: str) -> ApiError:
@@ -56,6 +52,8 @@ async def answer_remotely(
     Raises ApiError, BusyError, ClientLeftError.
     """
     path = request.url.path
+    if path in EMBED_PATHS:
+        return await embed_remotely(request, body, model, bodies, client, forwarded)
     api_request, requests = await bodies.parse(body, lambda body: parse_answers(path, read_json(body)))
     record = record_of(request)
     record.model = model.name
@@ -96,33 +94,9 @@ class _Work:
         self._num_bytes = num_bytes
         self._began = _now()
 
-    async def deltas(self) -> AsyncGenerator[AnswerDelta, None]:
+    def deltas(self) -> AsyncGenerator[AnswerDelta, None]:
         """Yield the answer of the first server that gives one. Raises ApiError."""
-        tried: set[Box] = set()
-        for attempt in range(MAX_TRIES):
-            has_begun = False
-            async with self._model.turn(self._client, tried) as box:
-                sent_at, omitted = _now(), box.omitted
-                try:
-                    async with aclosing(self._of(box, sent_at)) as deltas:
-                        async for delta in deltas:
-                            has_begun = True
-                            yield delta
-                    return
-                except BoxError as error:
-                    if error.kind == "refused":
-                        if box.omitted != omitted:
-                            continue  # once more, without a field that it does not know
-                        raise error.error from None
-                    if error.kind != "busy":
-                        box.failed(error.kind, str(error))
-                    if has_begun:
-                        raise error.error from None
-                    if not (error.kind == "busy" and box.refused(sent_at) and attempt < MAX_TRIES - 1):
-                        tried.add(box)
-                        if len(tried) == len(self._model.boxes):
-                            raise error.error from None
-        raise AssertionError
+        return self._model.first_answer(self._client, self._of)
 
     async def _of(self, box: Box, sent_at: float) -> AsyncGenerator[AnswerDelta, None]:
         """Yield the answer of one server. Raises BoxError."""

@@ -23,7 +23,10 @@ from edgelm.text.calls.format import ToolChoice
 from edgelm.text.parse import Args, CallBegin, CallEnd, Content, Part, Reasoning
 
 # Fields that are omitted after a server has refused them: the answer means the same without.
-OPTIONAL = ("stream_options", "reasoning_content", "chat_template_kwargs", "reasoning_effort", "parallel_tool_calls")
+OPTIONAL = (
+    *("stream_options", "reasoning_content", "chat_template_kwargs", "reasoning_effort", "parallel_tool_calls"),
+    *("encoding_format", "truncate_prompt_tokens"),  # of embeddings
+)
 THINKING = ("enable_thinking", "thinking")  # template variables of our own making
 REASONS: dict[str, AnswerReason] = {"length": "length", "tool_calls": "tool_calls", "function_call": "tool_calls"}
 MAX_TOKENS = 2**20  # whose texts are kept for log-probabilities
