@@ -260,17 +260,19 @@ class Box:
     async def _send(self, method: str, path: str, data: bytes) -> httpx2.Response:
         """Return an answer whose body is not read yet. A connection that was kept too long is made again, once."""
         headers = {"content-type": "application/json"} if data else {}
+        limit_s = self._table.connect_timeout_s + self._table.timeout_s
         for is_last in (False, True):
             request = self._http.build_request(method, self.base_url + path, content=data, headers=headers)
             try:
-                return await self._http.send(request, stream=True)
+                async with asyncio.timeout(limit_s):  # interim answers (103) may come without end
+                    return await self._http.send(request, stream=True)
             except STALE:
                 if is_last:
                     raise self._down("closes the connection without an answer") from None
             except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
                 reason = one_line(str(error)) or "no connection"
                 raise self._down(f"cannot be reached ({self.without_secrets(reason)})") from None
-            except httpx2.TimeoutException:
+            except (TimeoutError, httpx2.TimeoutException):
                 raise self._silent() from None
             except httpx2.HTTPError:
                 raise self.strange("does not speak HTTP") from None
