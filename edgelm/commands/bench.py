@@ -46,6 +46,8 @@ def bench_model(
     in_process: bool,
     as_json: bool,
     verbose: bool,
+    endpoint: str | None = None,
+    api_key: str | None = None,
 ) -> None:
     """Measure each combination of a length and a number of parallel sequences. Raises EdgeLMError."""
     defaults = not (prompts or decodes or parallels)
@@ -57,6 +59,15 @@ def bench_model(
     if not tests:
         raise RequestError("there is nothing to measure", "give a -p or -n above 0")
     config = load_config(flags)
+    if endpoint or api_key or config.remote_model(model):
+        from edgelm.commands.bench_endpoint import bench_endpoint  # most models are here
+        from edgelm.commands.endpoints import endpoint_of, require_none
+
+        elsewhere = endpoint_of(model, endpoint, api_key, flags, config)
+        require_none({"--picture": picture is not None, "--in-process": in_process}, model)
+        with reader_may_leave():
+            bench_endpoint(elsewhere, tests, repetitions, as_json=as_json)
+        return
     local = runnable_model(model, config)
     settings = replace(model_config(local, config).settings, parallel=max(parallels))
     job = BenchJob(

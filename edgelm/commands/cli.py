@@ -20,7 +20,17 @@ from edgelm.base.errors import USAGE_EXIT_CODE, EdgeLMError, UsageError, one_lin
 from edgelm.commands.cli_chats import chats_app
 from edgelm.commands.cli_making import convert, evaluate, quantize
 from edgelm.commands.cli_server import launch, load, ps, serve, service_app, share, top, unload, watch
-from edgelm.commands.flags import Flags, Json, Model, Verbose, Yes, with_fields, with_settings
+from edgelm.commands.flags import (
+    EndpointKey,
+    Flags,
+    Json,
+    MeasuredEndpoint,
+    Model,
+    Verbose,
+    Yes,
+    with_fields,
+    with_settings,
+)
 from edgelm.commands.run_options import RunOptions
 from edgelm.jobs.embed_request import Format
 
@@ -145,6 +155,8 @@ def bench(
     in_process: Annotated[
         bool, typer.Option("--in-process", help="Measure the engine alone, without a server before it.")
     ] = False,
+    endpoint: MeasuredEndpoint = None,
+    api_key: EndpointKey = None,
     as_json: Json = False,
     verbose: Verbose = False,
     *,
@@ -162,6 +174,8 @@ def bench(
         repetitions,
         picture,
         in_process=in_process,
+        endpoint=endpoint,
+        api_key=api_key,
         as_json=as_json,
         verbose=verbose,
     )

@@ -17,6 +17,13 @@ Model = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show llama.cpp's log and timings.")]
+MeasuredEndpoint = Annotated[
+    str | None, typer.Option("--endpoint", help="Measure a model of that server.", show_default=False)
+]
+EndpointKey = Annotated[
+    str | None,
+    typer.Option("--api-key", help="The key for it; others see it: EDGELM_API_KEY is better.", show_default=False),
+]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 Flags = dict[str, object]  # by setting; None: not given

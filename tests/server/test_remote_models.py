@@ -670,8 +670,7 @@ def test_a_server_that_knows_no_base64_is_asked_for_numbers(remote: Setting) -> 
 
 
 @pytest.mark.parametrize(
-    "model",
-    ["few_vectors", "unlike_vectors", "odd_numbers", "no_numbers", "no_base64", "no_document", "deep_document"],
+    "model", ["few_vectors", "unlike_vectors", "odd_numbers", "no_numbers", "no_base64", "no_document", "deep_document"]
 )
 def test_what_are_no_vectors_is_an_error(remote: Setting, model: str) -> None:
     answer = remote.post("/v1/embeddings", {"model": model, "input": ["a", "b"]})

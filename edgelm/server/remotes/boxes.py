@@ -70,6 +70,7 @@ class Box:
         self.omitted: frozenset[str] = frozenset()  # optional fields that it has refused
         self.limit = FIRST_LIMIT
         self._model = model  # by our name
+        self._key, self._verify = key, verify
         self._table = table
         self._secrets = [text for text in (key, *table.headers.values()) if text]
         self._num_failures = 0  # in a row
@@ -97,6 +98,10 @@ class Box:
     @property
     def is_free(self) -> bool:
         return self.num_open < max(1, int(self.limit))
+
+    def at(self, base_url: str) -> Box:
+        """Return the same server with another base URL."""
+        return Box(base_url, self._model, self._table, self._key, self._verify)
 
     async def close(self) -> None:
         await self._http.aclose()

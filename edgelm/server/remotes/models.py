@@ -196,7 +196,7 @@ class Remotes:
     """
 
     def __init__(self, tables: Iterable[ModelTable] = ()) -> None:
-        self.models = [RemoteModel(table, _boxes(table)) for table in tables if table.remote is not None]
+        self.models = [RemoteModel(table, boxes_of(table)) for table in tables if table.remote is not None]
         self._by_name = {name.casefold(): model for model in self.models for name in (model.name, *model.aliases)}
         self._keeper: asyncio.Task[None] | None = None
 
@@ -241,13 +241,15 @@ class Remotes:
             await asyncio.sleep(TICK_S)
 
 
-def _boxes(table: ModelTable) -> list[Box]:
+def boxes_of(table: ModelTable, key: str | None = None) -> list[Box]:
+    """Return the servers of a model, with the key of its table or another one. Raises UsageError."""
     remote = table.remote
     assert remote
     bad = sorted(name for name in remote.headers if name.lower() in OWN_HEADERS)
     if bad:
         raise UsageError(f"{table.source}: headers has {bad[0]}, which the request has anyway", "remove it")
-    key = read_secret(Path(remote.api_key_file).expanduser()) if remote.api_key_file else ""
+    if key is None:
+        key = read_secret(Path(remote.api_key_file).expanduser()) if remote.api_key_file else ""
     has_secret = bool(key) or any(name.lower() in SECRET_HEADERS for name in remote.headers)
     boxes = []
     for endpoint in remote.endpoints:

@@ -26,6 +26,7 @@ from edgelm.text.parse import Args, CallBegin, CallEnd, Content, Part, Reasoning
 OPTIONAL = (
     *("stream_options", "reasoning_content", "chat_template_kwargs", "reasoning_effort", "parallel_tool_calls"),
     *("encoding_format", "truncate_prompt_tokens"),  # of embeddings
+    "ignore_eos",  # of `edgelm bench`
 )
 THINKING = ("enable_thinking", "thinking")  # template variables of our own making
 REASONS: dict[str, AnswerReason] = {"length": "length", "tool_calls": "tool_calls", "function_call": "tool_calls"}
