@@ -76,9 +76,13 @@ def _announce(front: FrontRecord, *, addresses: list[str], lines: list[str], key
         import segno
 
         print(f"\nQR code: the address{', and below it the key' if key else ''}")
-        # Two lines: what scans it shows them as a text to copy.
-        segno.make("\n".join([urls[0], key]) if key else urls[0], error="l", micro=False).terminal(compact=True)
+        segno.make(qr_text(urls[0], key), error="l", micro=False).terminal(compact=True)
     sys.stdout.flush()
+
+
+def qr_text(url: str, key: str) -> str:
+    """Return what a QR code has: the address, and in a second line the key if there is one, as a text to copy."""
+    return f"{url}\n{key}" if key else url
 
 
 def _write_key(file: Path) -> None:
