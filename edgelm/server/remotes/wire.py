@@ -287,7 +287,7 @@ class Chunks:
             reason = entry.get("finish_reason")
             if isinstance(reason, str) and reason:
                 choice.reason = reason
-                stop = entry.get("stop_reason")  # vLLM's: the stop string
+                stop = entry.get("stop_reason") or entry.get("matched_stop")  # vLLM's and SGLang's: the stop string
                 choice.stop = stop if isinstance(stop, str) else None
             # A server that does not stream sends a message.
             delta = mapping(entry.get("delta")) or mapping(entry.get("message"))
