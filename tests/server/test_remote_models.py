@@ -487,13 +487,24 @@ def test_what_only_an_engine_here_can_do_is_refused(remote: Setting, fields: dic
 def test_routes_of_local_models_say_where_the_model_is(remote: Setting) -> None:
     for path, document in (
         ("/tokenize", {"model": "plain", "content": "hi"}),
-        ("/v1/messages/count_tokens", {"model": "plain", "messages": [{"role": "user", "content": "hi"}]}),
         ("/models/load", {"model": "plain"}),
         ("/infill", {"model": "plain", "input_prefix": "a", "input_suffix": "b"}),
     ):
         answer = remote.post(path, document)
         assert answer.status_code == 400, path
         assert "plain runs at 127.0.0.1:" in answer.text
+
+
+def test_tokens_are_counted_by_the_other_server(remote: Setting) -> None:
+    turns = [{"role": "user", "content": "hi"}]
+    counted = remote.post("/v1/messages/count_tokens", {"model": "plain", "messages": turns})
+    assert counted.json() == {"input_tokens": 9}
+    assert remote.seen[-1].body["max_tokens"] == 1
+    counted = remote.post("/v1/responses/input_tokens", {"model": "plain", "input": "hi"})
+    assert counted.json() == {"object": "response.input_tokens", "input_tokens": 9}
+    silent = remote.post("/v1/messages/count_tokens", {"model": "whole", "messages": turns})
+    assert silent.status_code == 502
+    assert "tells no token counts" in silent.text
 
 
 def test_a_picture_by_its_address_is_not_fetched_by_another_server(remote: Setting) -> None:

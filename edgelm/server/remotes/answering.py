@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
 from typing import Any, cast
 
 from starlette.requests import Request
@@ -14,7 +15,7 @@ from edgelm.engine.core import ExecutorInfo, Stats
 from edgelm.jobs.request import AnswerDelta, AnswerRequest
 from edgelm.server.answers import answer_response
 from edgelm.server.api.dialect import AnswerContext
-from edgelm.server.api.dialects import DIALECTS, parse_answers, reply_to
+from edgelm.server.api.dialects import COUNTS, DIALECTS, count_reply, parse_answers, reply_to
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.json_body import read_json
 from edgelm.server.api.ollama import OllamaRequest
@@ -25,12 +26,13 @@ from edgelm.server.remotes.embedding import EMBED_PATHS, embed_remotely
 from edgelm.server.remotes.models import RemoteModel
 from edgelm.server.remotes.wire import Chunks, TokenTexts, body_of, notes_of, path_of
 from edgelm.server.request_log import RequestRecord, record_of
+from edgelm.server.sse import unless_client_leaves
 from edgelm.text.tokenizer import Tokenizer
 
 
 def answers_remotely(path: str) -> bool:
     """Return whether another server can answer a route's requests."""
-    return (path in DIALECTS and path != "/infill") or path in EMBED_PATHS
+    return (path in DIALECTS and path != "/infill") or path in COUNTS or path in EMBED_PATHS
 
 
 def not_remote(model: RemoteModel, what: str) -> ApiError:
@@ -61,6 +63,12 @@ async def answer_remotely(
         return JSONResponse(loaded_reply(api_request, "unload" if api_request.keep_alive == 0 else "load"))
     body_of(requests, model.model, frozenset())  # refuse it before it waits
     texts = TokenTexts()
+    if path in COUNTS:  # every server counts what it reads, and few count otherwise
+        requests = [replace(one, sampling=one.sampling | {"max_tokens": 1}) for one in requests]
+        with model.admitted(client):
+            work = _Work(model, requests, (), texts, client, record, forwarded, len(body))
+            deltas = await unless_client_leaves(request, _all(work.deltas()))
+        return JSONResponse(count_reply(path, _prompt_tokens(deltas, model)))
     context = AnswerContext(api_request.model or model.name, cast(Tokenizer, texts), _executor_of(model))
     reply = reply_to(path, api_request, context)
     async with AsyncExitStack() as stack:
@@ -68,6 +76,18 @@ async def answer_remotely(
         work = _Work(model, requests, api_request.notes, texts, client, record, forwarded, len(body))
         return await answer_response(request, reply, work.deltas(), stack, streamed=api_request.streamed)
     raise AssertionError
+
+
+async def _all(deltas: AsyncGenerator[AnswerDelta, None]) -> list[AnswerDelta]:
+    async with aclosing(deltas):
+        return [delta async for delta in deltas]
+
+
+def _prompt_tokens(deltas: Sequence[AnswerDelta], model: RemoteModel) -> int:
+    count = next((delta.stats.prompt_tokens for delta in deltas if delta.stats), 0)
+    if not count:
+        raise ApiError(502, "remote_failed", f"{model.name} runs at {model.where}, which tells no token counts")
+    return count
 
 
 class _Work:
