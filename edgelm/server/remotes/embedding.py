@@ -10,9 +10,10 @@ import asyncio
 import base64
 import json
 import math
+from array import array
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,10 +28,6 @@ from edgelm.server.remotes.boxes import EMBEDDINGS, Box
 from edgelm.server.remotes.models import RemoteModel
 from edgelm.server.request_log import record_of
 from edgelm.server.sse import json_pieces, unless_client_leaves
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 EMBED_PATHS = frozenset({"/v1/embeddings", "/api/embed", "/api/embeddings"})
 
@@ -69,7 +66,7 @@ async def _embedded(asked: EmbedRequest, model: RemoteModel, client: str, num_by
         data = await box.document(EMBEDDINGS, _body(asked, model.model, box.omitted), num_bytes)
         try:
             embedded = await asyncio.to_thread(_read, data, asked)
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError, OverflowError):
             raise box.strange("sends what are not the vectors of these texts") from None
         box.answered(sent_at, loop.time() - sent_at, num_bytes)
         yield embedded
@@ -89,33 +86,29 @@ def _body(asked: EmbedRequest, model: str, omitted: frozenset[str]) -> dict[str,
 
 def _read(data: bytes, asked: EmbedRequest) -> Embedded:
     """Return the vectors of an answer. Raises ValueError for anything else."""
-    import numpy as np  # the front has no other use for it
-
     document = mapping(json.loads(data))
     items = document.get("data")
-    rows: dict[int, NDArray[np.float32]] = {}
+    rows: dict[int, array[float]] = {}
     for at, item in enumerate(map(mapping, items if isinstance(items, list) else ())):
         index = whole(item.get("index"))
-        rows[at if index is None else index] = _vector(item.get("embedding"))
+        rows[at if index is None else index] = _vector(item.get("embedding"), asked.dimensions)
     if sorted(rows) != list(range(len(asked.inputs))) or len({len(row) for row in rows.values()}) != 1:
         raise ValueError("another number of vectors, or of different lengths")
-    vectors = np.stack([rows[at] for at in range(len(rows))])
-    if asked.dimensions is not None and asked.dimensions < vectors.shape[1]:
-        vectors = vectors[:, : asked.dimensions]
-        vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     tokens = whole(mapping(document.get("usage")).get("prompt_tokens")) or 0
-    return Embedded(vectors, [max(tokens, 0)] + [0] * (len(rows) - 1))  # it tells that of all texts only
+    counts = [max(tokens, 0)] + [0] * (len(rows) - 1)  # it tells that of all texts only
+    return Embedded([rows[at] for at in range(len(rows))], counts)
 
 
-def _vector(value: object) -> NDArray[np.float32]:
-    import numpy as np
-
+def _vector(value: object, dimensions: int | None) -> array[float]:
     if isinstance(value, str):
-        vector = np.frombuffer(base64.b64decode(value, validate=True), "<f4")
+        vector = array("f", base64.b64decode(value, validate=True))
     elif isinstance(value, list) and all(type(number) in (int, float) for number in value):
-        vector = np.array(value, np.float64).astype(np.float32)
+        vector = array("f", value)
     else:
         raise ValueError("no vector")
-    if not 0 < len(vector) <= MAX_WIDTH or not math.isfinite(float(np.abs(vector).sum(dtype=np.float64))):
+    if not 0 < len(vector) <= MAX_WIDTH or not all(map(math.isfinite, vector)):
         raise ValueError("no vector of numbers")
-    return vector
+    if dimensions is None or len(vector) <= dimensions:
+        return vector
+    length = math.hypot(*vector[:dimensions]) or 1.0
+    return array("f", (number / length for number in vector[:dimensions]))
