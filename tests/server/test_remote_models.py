@@ -216,7 +216,14 @@ def many_deltas(asked: Asked) -> None:
     asked.end()
 
 
+def llama_server_models(asked: Asked) -> None:
+    asked.say(200, {"data": [{"id": "llama_server", "owned_by": "llamacpp", "meta": {"n_ctx": 4096}}]})
+
+
 BEHAVIOURS: dict[str, Callable[[Asked], None]] = {
+    "llama_server": plain,
+    "llama_server models": llama_server_models,
+    "blind": refusing(500, "image input is not supported - hint: if this is unexpected, you may need the mmproj"),
     "vectors": vectors,
     "picky_vectors": picky_vectors,
     "few_vectors": odd_vectors([]),
@@ -293,6 +300,7 @@ def remote(environment: dict[str, str], models: Path, tmp_path_factory: pytest.T
         tables: dict[str, dict[str, Any]] = {
             name: {"endpoint": f"{address}/{name}/v1", "api_key_file": str(key_file), "timeout": 20}
             for name in BEHAVIOURS
+            if " " not in name
         }
         tables["plain"] |= {"alias": "big", "model": "their-name", "headers": {"X-Team": "edge"}}
         for name in ("silent", "informing", "dripping"):
@@ -712,19 +720,19 @@ def test_embed_prints_the_vectors_of_another_server(remote: Setting) -> None:
 
 
 def test_ollamas_list_of_running_models_has_it(remote: Setting) -> None:
-    until("its context", lambda: remote.front.http.get("/v1/models/plain").json()["edgelm"].get("context"))
+    until("its context", lambda: remote.front.http.get("/v1/models/calls").json()["edgelm"].get("context"))
     running = {model["name"]: model for model in remote.front.http.get("/api/ps").json()["models"]}
-    assert running["plain:latest"]["context_length"] == 4096
-    assert running["plain:latest"]["size"] == 0
+    assert running["calls:latest"]["context_length"] == 4096
+    assert running["calls:latest"]["size"] == 0
     assert "gone:latest" not in running
 
 
 def test_llama_servers_routes_know_it(remote: Setting) -> None:
-    until("its context", lambda: remote.front.http.get("/v1/models/plain").json()["edgelm"].get("context"))
-    props = remote.front.http.get("/props", params={"model": "plain"}).json()
+    until("its context", lambda: remote.front.http.get("/v1/models/calls").json()["edgelm"].get("context"))
+    props = remote.front.http.get("/props", params={"model": "calls"}).json()
     assert props["default_generation_settings"] == {"n_ctx": 4096}
-    assert (props["model_alias"], props["is_sleeping"]) == ("plain", False)
-    assert remote.front.http.get("/slots", params={"model": "plain"}).json() == []
+    assert (props["model_alias"], props["is_sleeping"]) == ("calls", False)
+    assert remote.front.http.get("/slots", params={"model": "calls"}).json() == []
 
 
 def test_top_counts_its_tokens(remote: Setting) -> None:
@@ -735,3 +743,36 @@ def test_top_counts_its_tokens(remote: Setting) -> None:
     assert line["time_to_first_token_s"] > 0
     assert line["prefix_cache_hit_share"] == pytest.approx(5 / 9, abs=0.3)
     assert "plain " in remote.command("top", "--once").stdout
+
+
+def test_a_picture_that_a_server_cannot_see_is_the_clients_mistake(remote: Setting) -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    for _ in range(4):
+        answer = ask(remote, "blind", messages=[{"role": "user", "content": [part]}])
+        assert answer.status_code == 400
+        assert "image input is not supported" in answer.text
+    assert remote.front.ps("blind")["state"] == "ready"
+
+
+def test_llama_server_gets_a_schema_for_an_object(remote: Setting) -> None:
+    until("its context", lambda: remote.front.http.get("/v1/models/llama_server").json()["edgelm"].get("context"))
+    for model, kind in (("llama_server", "json_schema"), ("plain", "json_object")):
+        assert ask(remote, model, response_format={"type": "json_object"}).status_code == 200
+        assert remote.seen[-1].body["response_format"]["type"] == kind
+
+
+def test_a_required_call_that_a_server_does_not_make_is_noted(remote: Setting) -> None:
+    answer = ask(remote, "plain", tools=[WEATHER], tool_choice="required").json()
+    assert "called no tool" in json.dumps(answer)
+    assert "called no tool" not in json.dumps(ask(remote, "calls", tools=[WEATHER], tool_choice="required").json())
+
+
+def test_an_echo_of_a_text_is_made_here(remote: Setting) -> None:
+    document = {"model": "texts", "prompt": "Say: ", "echo": True, "max_tokens": 4}
+    answer = remote.post("/v1/completions", document).json()
+    assert answer["choices"][0]["text"] == "Say: Hello"
+    assert "echo" not in remote.seen[-1].body
+    streamed = "".join(lines_of(remote, "/v1/completions", document | {"stream": True}))
+    assert streamed.index("Say: ") < streamed.index("Hel")
+    refused = remote.post("/v1/completions", document | {"logprobs": 1})
+    assert refused.json()["error"]["param"] == "echo"

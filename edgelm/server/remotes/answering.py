@@ -24,7 +24,7 @@ from edgelm.server.bodies import Bodies
 from edgelm.server.remotes.boxes import Box
 from edgelm.server.remotes.embedding import EMBED_PATHS, embed_remotely
 from edgelm.server.remotes.models import RemoteModel
-from edgelm.server.remotes.wire import Chunks, TokenTexts, body_of, notes_of, path_of
+from edgelm.server.remotes.wire import Chunks, TokenTexts, body_of, echoes_of, notes_of, path_of
 from edgelm.server.request_log import RequestRecord, record_of
 from edgelm.server.sse import unless_client_leaves
 from edgelm.text.tokenizer import Tokenizer
@@ -128,6 +128,8 @@ class _Work:
             async for chunk in received:
                 if not first:
                     await self._forwarded()
+                    for delta in echoes_of(self._requests):
+                        yield delta
                 for delta in chunks.take(chunk):
                     last = _now()
                     first = first or last

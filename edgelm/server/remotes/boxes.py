@@ -22,7 +22,7 @@ from edgelm.client.events import server_events
 from edgelm.client.failures import detail_of
 from edgelm.client.json_values import mapping, whole
 from edgelm.server.api.errors import NO_RETRY, RETRY_AFTER, ApiError
-from edgelm.server.remotes.wire import OPTIONAL
+from edgelm.server.remotes.wire import NO_OBJECT, OPTIONAL
 
 FIRST_LIMIT, MAX_LIMIT = 16.0, 256.0  # requests at a time
 LEAST_LIMIT = 4.0  # that slow first tokens lead to; refusals lead to 1
@@ -40,6 +40,7 @@ MAX_LIST_BYTES = 4 * 2**20  # of a list of models
 MAX_LINE_BYTES = 8 * 2**20
 MAX_ANSWER_BYTES = 256 * 2**20
 KEPT_CONNECTIONS, KEPT_S = 32, 4.0  # below the 5 s of uvicorn
+BLIND = ("image input is not supported", "audio input is not supported")  # llama-server's, with status 500
 TOO_LONG = ("context length", "context size", "context window", "context_length", "exceed_context")
 STALE = httpx2.RemoteProtocolError, httpx2.ReadError, httpx2.WriteError  # of a connection that was kept too long
 
@@ -180,6 +181,8 @@ class Box:
             return
         if (kind := mapping(found.get("edgelm")).get("kind")) in ("text", "embedding", "rerank"):
             self.kind = str(kind)
+        if found.get("owned_by") == "llamacpp":
+            self.omitted |= {NO_OBJECT}
         # By the names of edgelm, vLLM, and llama-server.
         lengths = (
             mapping(found.get("edgelm")).get("context"),
@@ -305,6 +308,8 @@ class Box:
         if status == 404:
             message = self._says(f"has no model {self._table.model!r}, or no {answer.url.path}")
             return BoxError("failed", ApiError(502, "remote_has_no_model", message, headers=NO_RETRY))
+        if any(words in detail for words in BLIND):
+            return BoxError("refused", ApiError(400, "refused_by_remote", self._says(f"refuses the request: {detail}")))
         if status >= 500:
             message = self._says(f"failed with status {status}{detail and f': {detail}'}")
             return BoxError("failed", ApiError(502, "remote_failed", message))
