@@ -5,6 +5,7 @@ Owns the key and the certificate that it makes where the settings have none, and
 
 from __future__ import annotations
 
+import re
 import secrets
 import socket
 import sys
@@ -68,7 +69,7 @@ def share_models(models: list[str], flags: Mapping[str, object], *, with_key: bo
 def _announce(front: FrontRecord, *, addresses: list[str], lines: list[str], key: str, qr: bool) -> None:
     """Print how clients reach the server."""
     port = urlsplit(front.address).port
-    names = [*addresses, *([] if is_loopback(addresses[0]) else _host_names()[-1:])]
+    names = addresses if is_loopback(addresses[0]) else [*addresses, *_host_names()[:1]]
     urls = [f"https://{f'[{name}]' if ':' in name else name}:{port}/v1" for name in names]
     print("edgelm shares the models of this machine with its network (Ctrl-C ends it)\n")
     print(f"address      {urls[0]}", *(f"             {url}" for url in urls[1:]), *lines, sep="\n")
@@ -110,10 +111,11 @@ def _addresses(host: str) -> list[str]:
 
 
 def _host_names() -> list[str]:
-    """Return the names by which a network may know this machine; others find NAME.local by multicast DNS."""
+    """Return the names by which a network may know this machine, first that of multicast DNS; only DNS names."""
     name = socket.gethostname().lower()
     short = name.partition(".")[0]
-    return list(dict.fromkeys([name, short, f"{short}.local"]))
+    names = dict.fromkeys([f"{short}.local", name, short])
+    return [name for name in names if re.fullmatch(r"[a-z0-9-]{1,63}(\.[a-z0-9-]{1,63})*", name)]
 
 
 def _exposed(models: list[str], config: Config) -> str:

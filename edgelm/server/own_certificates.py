@@ -82,9 +82,14 @@ class OwnCertificates:
     def _is_good(self, wanted: set[str]) -> bool:
         try:
             tls = read_tls(self.server, self.key)
-        except EdgeLMError:
+            self._verify(self.server)
+        except (EdgeLMError, ssl.SSLError):
             return False
-        return self.authority.exists() and wanted <= tls.names and tls.ends_at - time.time() > LEFT_S
+        return wanted <= tls.names and tls.ends_at - time.time() > LEFT_S
+
+    def _verify(self, certificate: Path) -> None:
+        """Raise _OpensslError where the authority does not stand for a certificate."""
+        _openssl(self.folder, "verify", "-CAfile", self.authority.name, str(certificate.absolute()))
 
     def _make_authority(self, host: str, wanted: set[str]) -> None:
         names = sorted({name for name in wanted if not _is_address(name)})
@@ -125,7 +130,7 @@ class OwnCertificates:
             signed = ("x509", "-req", "-in", "request", *by, *number, "-extfile", "config", "-extensions", "extensions")
             try:
                 _openssl(folder, *signed, "-out", "made")
-                _openssl(folder, "verify", "-CAfile", str(self.authority.absolute()), "made")
+                self._verify(folder / "made")
             except _OpensslError:  # it has expired, or has another name, or is damaged
                 return False
             self._keep(folder / "key", self.key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import openai
 import pytest
 
 from edgelm.base.errors import EdgeLMError
-from edgelm.commands.share import _addresses
+from edgelm.commands.share import _addresses, _host_names
 from edgelm.server import own_certificates
 from edgelm.server.own_certificates import OwnCertificates
 from edgelm.server.tls import read_tls
@@ -136,6 +137,23 @@ def test_a_certificate_that_ends_soon_is_made_again(tmp_path: Path, monkeypatch:
     assert not own.renew("box", ["10.0.0.1", "box"])
     assert own.server.read_bytes() != before
     assert read_tls(own.server, own.key).ends_at > time.time() + 390 * 86_400
+
+
+@pytest.mark.parametrize("name", ["edgelm-ca.crt", "edgelm-ca.key", "server.pem", "server.key"])
+def test_a_damaged_file_is_made_again(tmp_path: Path, name: str) -> None:
+    own = OwnCertificates(tmp_path)
+    own.renew("box", ["10.0.0.1", "box"])
+    (tmp_path / name).write_text("nothing")
+    is_new = own.renew("box", ["10.0.0.1", "box"])
+    assert is_new == (name == "edgelm-ca.crt"), "only then clients have to trust another one"
+    assert own.fingerprint.count(":") == 31
+    read_tls(own.server, own.key)
+
+
+def test_a_name_that_is_no_dns_name_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for host, names in (("Ann's box", []), ("Box.lan", ["box.local", "box.lan", "box"]), ("my_box", [])):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        assert _host_names() == names
 
 
 def test_no_certificate_names_an_address_beyond_private_networks(tmp_path: Path) -> None:
