@@ -31,7 +31,7 @@ class Endpoint:
         """Yield the chunks of an answer; optional fields that the server refuses are omitted. Raises EngineError."""
         while True:
             omitted = self.box.omitted
-            body = {name: value for name, value in ({"model": self.model} | fields).items() if name not in omitted}
+            body = {name: value for name, value in {"model": self.model, **fields}.items() if name not in omitted}
             try:
                 async with aclosing(self.box.chunks(path, body, 0)) as chunks:
                     async for chunk in chunks:
