@@ -27,7 +27,7 @@ from edgelm.base.machine.conditions import Conditions
 from edgelm.base.workers.messages import Result
 from edgelm.client.local import OwnFront
 from edgelm.client.speed import Served
-from edgelm.commands.flags import Flags, Json, Model, SettingsOf, Verbose, as_flags
+from edgelm.commands.flags import EndpointKey, Flags, Json, MeasuredEndpoint, Model, SettingsOf, Verbose, as_flags
 from edgelm.commands.job import StatusLine, reader_may_leave, run_job
 from edgelm.jobs.speed import BenchJob, SpeedTest
 from edgelm.library.local import model_config, runnable_model
@@ -50,6 +50,8 @@ def bench_model(
     in_process: Annotated[
         bool, typer.Option("--in-process", help="Measure the engine alone, without a server before it.")
     ] = False,
+    endpoint: MeasuredEndpoint = None,
+    api_key: EndpointKey = None,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -63,6 +65,15 @@ def bench_model(
     if not tests:
         raise RequestError("there is nothing to measure", "give a -p or -n above 0")
     config = load_config(flags)
+    if endpoint or api_key or config.remote_model(model):
+        from edgelm.commands.bench_endpoint import bench_endpoint  # most models are here
+        from edgelm.commands.endpoints import endpoint_of, require_none
+
+        elsewhere = endpoint_of(model, endpoint, api_key, flags, config)
+        require_none({"--picture": picture is not None, "--in-process": in_process}, model)
+        with reader_may_leave():
+            bench_endpoint(elsewhere, tests, repetitions, as_json=as_json)
+        return
     local = runnable_model(model, config)
     settings = replace(model_config(local, config).settings, parallel=max(parallels))
     job = BenchJob(

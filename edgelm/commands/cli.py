@@ -80,6 +80,10 @@ COMMANDS: Mapping[str, Command | Group] = {  # in the order of `edgelm --help`
     "serve": Command(
         "serve.serve_models", "Serve the models here to other programs, in the dialects of OpenAI and Anthropic."
     ),
+    "share": Command(
+        "share.share_models",
+        "Serve the models here to phones and computers of this network: with a key and TLS, which it makes.",
+    ),
     "launch": Command(
         "launch.command.launch_agent",
         "Start a coding agent on a model of this machine: Claude Code, Codex, OpenCode and others.",

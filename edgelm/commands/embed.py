@@ -6,6 +6,7 @@ import base64
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -70,15 +71,22 @@ def embed_texts(
     if similarity and len(texts) < 2:
         raise RequestError("--similarity needs two texts or more", "give another text")
     config = load_config(flags)
-    job = EmbedJob(
-        model=runnable_model(model, config).path,
-        settings=config.settings,
-        texts=tuple(texts),
-        dimensions=dimensions,
-        truncate=truncate,
-    )
+    running: AbstractContextManager[Iterator[Any]]
+    if remote := config.remote_model(model):
+        from edgelm.commands.run_remote import remote_vectors  # most vectors come from this machine
+
+        running = remote_vectors(texts, remote.name, dimensions, config, truncate=truncate)
+    else:
+        job = EmbedJob(
+            model=runnable_model(model, config).path,
+            settings=config.settings,
+            texts=tuple(texts),
+            dimensions=dimensions,
+            truncate=truncate,
+        )
+        running = run_job(job, config.places, verbose)
     vectors: list[Vector] = []
-    with reader_may_leave(), run_job(job, config.places, verbose) as replies:
+    with reader_may_leave(), running as replies:
         for reply in replies:
             if isinstance(reply, Vector):
                 if form == "json" and not similarity:
@@ -175,7 +183,8 @@ def _print_table(matrix: NDArray[np.float32], vectors: list[Vector], texts: list
     for vector, row in zip(vectors, matrix, strict=True):
         numbers = " ".join(f"{number:7.4f}" for number in row[:SHOWN_NUMBERS])
         more = " …" if len(row) > SHOWN_NUMBERS else ""
-        table.add_row(str(vector.num_tokens), shown(texts[vector.index], SHOWN_TEXT), numbers + more)
+        tokens = "-" if vector.num_tokens is None else str(vector.num_tokens)
+        table.add_row(tokens, shown(texts[vector.index], SHOWN_TEXT), numbers + more)
     plain_console().print(table)
 
 

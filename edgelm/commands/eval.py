@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from edgelm.base.config import Config, Settings, load_config
-from edgelm.base.errors import ModelError, RequestError
+from edgelm.base.errors import ModelError, RequestError, UsageError
 from edgelm.base.kv_modes import KV_MODES
 from edgelm.base.machine.conditions import Conditions
 from edgelm.base.workers.messages import EvalJob, EvalRestarted, EvalSide, EvalState, Result
@@ -40,9 +40,24 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 PACKAGES = ("llama-cpp-python", "edgelm-llama", "torch", "triton")  # another version of these rounds differently
 
 
-def eval_model(model: str, task: Task, flags: Mapping[str, object], against: Sequence[str], *, as_json: bool) -> None:
+Where = tuple[str | None, str | None]  # the values of --endpoint and --api-key
+HERE: Where = (None, None)
+
+
+def eval_model(
+    model: str, task: Task, flags: Mapping[str, object], against: Sequence[str], where: Where = HERE, *, as_json: bool
+) -> None:
     """Print the perplexity, and the distance from a reference if there is one. Raises EdgeLMError."""
     config = load_config(flags)
+    if where != HERE or config.remote_model(model):
+        from edgelm.commands.endpoints import endpoint_of, require_none  # most models are here
+        from edgelm.commands.eval_endpoint import eval_endpoint
+
+        elsewhere = endpoint_of(model, *where, flags, config)
+        require_none({"--against": bool(against), "--restart": task.restart}, model)
+        with reader_may_leave():
+            eval_endpoint(elsewhere, task.text, task.window, task.stride, task.limit, as_json=as_json)
+        return
     local = runnable_model(model, config)
     settings = model_config(local, config).settings  # also for the reference, so that no more than one thing differs
     side = side_of(local, settings)
@@ -51,6 +66,13 @@ def eval_model(model: str, task: Task, flags: Mapping[str, object], against: Seq
         result = evaluate_side(side, reference, settings, task, config)
         _keep(local, [part for part in (side, reference) if part], result, settings, task, config)
         _print(result, as_json)
+
+
+def require_here(models: Sequence[str], where: Where, flags: Mapping[str, object]) -> None:
+    """Raise UsageError where one of several models runs on another server."""
+    config = load_config(flags)
+    if where != HERE or any(config.remote_model(model) for model in models):
+        raise UsageError("a table or a picture of several models is only of models here", "evaluate one alone")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from edgelm.commands.eval import Task, eval_model, find_text
+from edgelm.commands.eval import Task, eval_model, find_text, require_here
 from edgelm.commands.eval_models import is_several
 from edgelm.commands.eval_output import Form
 from edgelm.commands.eval_table import eval_models
-from edgelm.commands.flags import Flags, Json, SettingsOf, Verbose
+from edgelm.commands.flags import EndpointKey, Flags, Json, MeasuredEndpoint, SettingsOf, Verbose
 
 
 def evaluate(
@@ -46,15 +46,19 @@ def evaluate(
         Path | None, typer.Option(metavar="FILE", help="Draw them, and the speed, into this file.", show_default=False)
     ] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print a line of CSV for each model.")] = False,
+    endpoint: MeasuredEndpoint = None,
+    api_key: EndpointKey = None,
     as_json: Json = False,
     verbose: Verbose = False,
     *,
     flags: Annotated[Flags, SettingsOf("eval")],
 ) -> int:
     """Evaluate one model, or several with a table; return the exit code. Raises EdgeLMError."""
+    where = (endpoint, api_key)
     task = Task(find_text(file), window=window, stride=stride, limit=limit, restart=restart, verbose=verbose)
     if is_several(models) or plot or svg or as_csv:
+        require_here(models, where, flags)
         form = Form(plot=plot, svg=svg, as_json=as_json, as_csv=as_csv)
         return eval_models(models, task, flags, against or [], speed=speed, form=form)
-    eval_model(models[0], task, flags, against or [], as_json=as_json)
+    eval_model(models[0], task, flags, against or [], where, as_json=as_json)
     return 0

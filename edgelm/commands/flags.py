@@ -17,6 +17,9 @@ Model = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show llama.cpp's log and timings.")]
+MeasuredEndpoint = Annotated[
+    str | None, typer.Option("--endpoint", help="Measure a model of that server.", show_default=False)
+]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 Endpoint = Annotated[str | None, typer.Option(help="Another edgelm server.", show_default=False)]

@@ -1,4 +1,4 @@
-"""The answer of a model that another server runs, for `edgelm run`: through this user's own server, or one for it.
+"""What a model answers that another server runs, for `edgelm run` and `embed`: through this user's server.
 
 Owns the replies, which are those of a worker. Knows nothing of terminals and flags.
 """
@@ -7,40 +7,67 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from edgelm.base.config import SETTINGS, Config, Settings
 from edgelm.base.errors import UsageError
 from edgelm.base.workers.messages import Result, RunJob, Text, Thought
 from edgelm.client.answer_stream import Finished
-from edgelm.client.endpoint import ChatRequest
+from edgelm.client.endpoint import ChatRequest, Client
 from edgelm.client.link import Link
 from edgelm.client.turns import Turn
+from edgelm.jobs.embed_request import Vector
 
+T = TypeVar("T")
 Reply = Text | Thought | Result
+BATCH = 256  # texts of a request for vectors
 
 
 @contextmanager
 def remote_replies(job: RunJob, model: str, config: Config) -> Iterator[Iterator[Reply]]:
     """Give the replies of a job up to the result. Raises EdgeLMError; leaving the block ends the request."""
     request = _request(job, model)
-    places = config.places
+    with _through_front(config, lambda client: _answer(client, request)) as replies:
+        yield replies
+
+
+@contextmanager
+def remote_vectors(
+    texts: Sequence[str], model: str, dimensions: int | None, config: Config, *, truncate: bool
+) -> Iterator[Iterator[Vector | Result]]:
+    """Give the vector of each text, and the result, as `remote_replies` does."""
+    body: dict[str, Any] = {"model": model, "encoding_format": "base64", "truncate": truncate}
+    if dimensions is not None:
+        body["dimensions"] = dimensions
+    with _through_front(config, lambda client: _vectors(client, body, texts)) as replies:
+        yield replies
+
+
+@contextmanager
+def _through_front(config: Config, answer_of: Callable[[Client], AsyncGenerator[T, None]]) -> Iterator[Iterator[T]]:
+    """Give what a front answers. Raises EdgeLMError; leaving the block ends the request."""
     link = Link(
         endpoint=None,
         api_key=config.settings.api_key,
-        runtime=places.runtime,
-        log=places.cache / "serve.log",
+        runtime=config.places.runtime,
+        log=config.places.cache / "serve.log",
         library=config.library,
     )
-    with asyncio.Runner() as runner:
-        answer = _answer(link, request)
 
-        async def following() -> Reply | None:
+    async def answers() -> AsyncGenerator[T, None]:
+        async with aclosing(answer_of(await link.client())) as parts:
+            async for part in parts:
+                yield part
+
+    with asyncio.Runner() as runner:
+        answer = answers()
+
+        async def following() -> T | None:
             return await anext(answer, None)
 
-        def replies() -> Iterator[Reply]:
+        def replies() -> Iterator[T]:
             while (reply := runner.run(following())) is not None:
                 yield reply
 
@@ -51,8 +78,18 @@ def remote_replies(job: RunJob, model: str, config: Config) -> Iterator[Iterator
             runner.run(link.close())
 
 
-async def _answer(link: Link, request: ChatRequest) -> AsyncGenerator[Reply, None]:
-    client = await link.client()
+async def _vectors(client: Client, body: dict[str, Any], texts: Sequence[str]) -> AsyncGenerator[Vector | Result, None]:
+    num_tokens = 0
+    for start in range(0, len(texts), BATCH):
+        batch = texts[start : start + BATCH]
+        reply = await client.post_own("/v1/embeddings", body | {"input": batch})
+        for at, item in enumerate(reply["data"]):
+            yield Vector(start + at, None, item["embedding"])
+        num_tokens += reply["usage"]["prompt_tokens"]
+    yield Result({"texts": len(texts), "tokens": num_tokens})
+
+
+async def _answer(client: Client, request: ChatRequest) -> AsyncGenerator[Reply, None]:
     text = reasoning = ""
     async with aclosing(client.chat(request)) as deltas:  # type: ignore[type-var]
         async for delta in deltas:

@@ -7,6 +7,7 @@ import getpass
 import json
 import logging
 import sys
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -38,6 +39,29 @@ def serve_models(
     verbose: Verbose = False,
 ) -> None:
     """Serve until interrupted. Raises EdgeLMError, also for a given file that is no whole model."""
+    start_server(
+        models or [],
+        flags,
+        ask_key=ask_key,
+        until_stdin_closes=until_stdin_closes,
+        until_unused=until_unused,
+        as_json=as_json,
+        verbose=verbose,
+    )
+
+
+def start_server(
+    models: Sequence[str],
+    flags: Flags,
+    *,
+    ask_key: bool = False,
+    until_stdin_closes: bool = False,
+    until_unused: bool = False,
+    as_json: bool = False,
+    verbose: bool = False,
+    say: Callable[[FrontRecord], None] | None = None,
+) -> None:
+    """Serve until interrupted; `say` prints another line than ours when the server listens. Raises EdgeLMError."""
     listener = inherited_listener()  # first: no child may take its variables
     config = load_config(flags)
     _log_to_stderr(config.settings.log_format, verbose=verbose)
@@ -45,7 +69,7 @@ def serve_models(
         message = "other users of this machine can see the key of --api-key in the list of processes"
         log.warning("warning: %s; give --api-key-file, --ask-key or EDGELM_API_KEY", message)
     typed_key = _ask_key() if ask_key else None
-    paths = [runnable_model(model, config).path for model in models or ()]
+    paths = [runnable_model(model, config).path for model in models]
     for document in read_each(Describe(path) for path in paths):
         if "error" in document:
             raise ModelError(document["error"])
@@ -53,6 +77,8 @@ def serve_models(
     def announce(front: FrontRecord) -> None:
         if until_stdin_closes:  # our parent reads it, and needs the key
             print(encode(Serving(front.address, front.key, front.certificate)).decode(), end="", flush=True)
+        elif say is not None:
+            say(front)
         elif as_json:
             print(json.dumps({"event": "serving", "address": front.address}), flush=True)
         else:

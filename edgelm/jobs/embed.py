@@ -152,6 +152,7 @@ async def embed_texts(loaded: LoadedModel, job: EmbedJob, child: Child) -> None:
         texts = job.texts[first : first + JOB_BATCH]
         request = EmbedRequest(inputs=texts, dimensions=job.dimensions, truncate=job.truncate)
         embedded = await embeddings.embed(request)
+        assert not isinstance(embedded.vectors, list)
         width = embedded.vectors.shape[1]
         for offset, (vector, num_tokens) in enumerate(zip(embedded.vectors, embedded.num_tokens, strict=True)):
             child.send(Vector(first + offset, num_tokens, base64_floats(vector)))

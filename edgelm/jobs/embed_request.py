@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Literal
 from edgelm.base.workers.messages import EngineJob
 
 if TYPE_CHECKING:  # the front has no arrays
+    from array import array
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -34,7 +36,7 @@ class EmbedRequest:
 class Embedded:
     """The vectors, in the order of the inputs."""
 
-    vectors: NDArray[np.float32]  # [inputs, dimensions]
+    vectors: NDArray[np.float32] | list[array[float]]  # [inputs, dimensions]; of another server: arrays of float32
     num_tokens: list[int]  # of each input
 
 
@@ -71,5 +73,5 @@ class Vector:
     """The vector of one text."""
 
     index: int
-    num_tokens: int
+    num_tokens: int | None  # None: another server computed it, and tells the sum only
     data: str  # base64 of little-endian float32

@@ -115,14 +115,14 @@ class ModelNames:
         listed = [model for model in described if "problem" not in model.known]
         entries = {model.name: model for model in listed}
         entries |= {alias.name: alias for model in listed for alias in self._aliases(model)}
-        remote = [_remote_entry(model, name) for model in self.remotes.models for name in (model.name, *model.aliases)]
+        remote = [remote_entry(model, name) for model in self.remotes.models for name in (model.name, *model.aliases)]
         hidden = {model.name.casefold() for model in remote}
         return [*(model for model in entries.values() if model.name.casefold() not in hidden), *remote]
 
     async def describe(self, name: str, *, paths: bool = False) -> Listed:
         """Return the entry of the model with that name, as `find` understands it. Raises ApiError if there is none."""
         if (remote := self.remotes.find(name)) is not None:
-            return _remote_entry(remote, name.removesuffix(LATEST))
+            return remote_entry(remote, name.removesuffix(LATEST))
         model = await self.find(name, paths=paths)
         for listed in await self.described([model]):
             return listed
@@ -213,9 +213,9 @@ class ModelNames:
         return [model for model in installed(self._hub, self._given, self._folders) if runs_here(model)]
 
 
-def _remote_entry(model: RemoteModel, name: str) -> Listed:
+def remote_entry(model: RemoteModel, name: str) -> Listed:
     """Return the entry of a model that another server runs."""
-    known: dict[str, Any] = {"remote": model.where, "kind": "text"}
+    known: dict[str, Any] = {"remote": model.where, "kind": model.kind}
     known |= {"context": model.context} if model.context else {}
     known |= {"alias_of": model.name} if name.casefold() != model.name.casefold() else {}
     return Listed(name, Path(), 0, known)

@@ -24,6 +24,7 @@ class Tls:
     certificate: Path
     names: frozenset[str]  # DNS names and addresses of the certificate, in lower case, without wildcards
     warning: str  # why clients will refuse it; empty: its time is now
+    ends_at: float  # in seconds since 1970
 
 
 def read_tls(certificate: Path, key: Path | None) -> Tls:
@@ -55,12 +56,12 @@ def read_tls(certificate: Path, key: Path | None) -> Tls:
             message = f"{certificate} and {key} are not a certificate and its private key in PEM form"
         raise EdgeLMError(message, "give --tls-cert and --tls-key the right files") from None
     names = {str(value).lower() for kind, value in shown.get("subjectAltName", ()) if kind in ("DNS", "IP Address")}
-    warning = ""
-    if time.time() > ssl.cert_time_to_seconds(shown["notAfter"]):
+    warning, ends_at = "", ssl.cert_time_to_seconds(shown["notAfter"])
+    if time.time() > ends_at:
         warning = f"the certificate {certificate} has expired: clients will refuse it"
     elif time.time() < ssl.cert_time_to_seconds(shown["notBefore"]):
         warning = f"the certificate {certificate} is not valid yet: clients will refuse it"
-    return Tls(context, certificate, frozenset(name for name in names if "*" not in name), warning)
+    return Tls(context, certificate, frozenset(name for name in names if "*" not in name), warning, ends_at)
 
 
 def _shown_to_clients(context: ssl.SSLContext, certificate: Path) -> dict[str, Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -137,7 +140,108 @@ def picky(asked: Asked) -> None:
         plain(asked)
 
 
+def vectors(asked: Asked) -> None:
+    """Embed, as OpenAI does: the vector of a text has its length."""
+    texts = [asked.body["input"]] if isinstance(asked.body["input"], str) else asked.body["input"]
+    rows = [[float(len(text)), 4.0, 0.0] for text in texts]
+    if asked.body.get("encoding_format") == "base64":
+        rows = [base64.b64encode(struct.pack("<3f", *row)).decode() for row in rows]
+    data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
+    asked.say(200, {"data": data[::-1], "usage": {"prompt_tokens": 7, "total_tokens": 7}})
+
+
+def picky_vectors(asked: Asked) -> None:
+    """Know nothing of base64."""
+    if "encoding_format" in asked.body:
+        asked.say(400, {"error": {"message": "unknown field encoding_format"}})
+    else:
+        vectors(asked)
+
+
+def odd_vectors(document: Any) -> Callable[[Asked], None]:
+    return lambda asked: asked.say(200, document if isinstance(document, bytes) else {"data": document})
+
+
+def bomb(asked: Asked) -> None:
+    """Send few bytes that are many."""
+    asked.say(200, gzip.compress(bytes(2**24)), Content_Type="application/json", Content_Encoding="gzip")
+
+
+def many_headers(asked: Asked) -> None:
+    asked.say(200, b"{}", **{f"X_{number}": "x" * 4000 for number in range(200)})
+
+
+def longer(asked: Asked) -> None:
+    """Send more bytes than promised."""
+    text = b'data: {"choices":[{"index":0,"delta":{"content":"Hi"},"finish_reason":"stop"}]}\n\n'
+    asked.say(200, text * 3, Content_Type="text/event-stream", Content_Length=str(len(text)))
+    asked.close_connection = True
+
+
+def deep(asked: Asked) -> None:
+    asked.start()
+    asked.event(b"[" * 100_000)
+
+
+def informing(asked: Asked) -> None:
+    """Promise an answer, and promise it again."""
+    while True:
+        asked.wfile.write(b"HTTP/1.1 103 Early Hints\r\n\r\n")
+
+
+def bad_sizes(asked: Asked) -> None:
+    """Break the form of a body in pieces."""
+    asked.send_response(200)
+    asked.send_header("Content-Type", "text/event-stream")
+    asked.send_header("Transfer-Encoding", "chunked")
+    asked.end_headers()
+    asked.wfile.write(b"ffffffffffffffffffffff\r\ndata: {}\r\n")
+    asked.close_connection = True
+
+
+def dripping(asked: Asked) -> None:
+    """Send a header that has no end, a byte at a time."""
+    asked.wfile.write(b"HTTP/1.1 200 OK\r\nX-Long: ")
+    while not asked.left.wait(0.0005):
+        asked.wfile.write(b"x" * 4096)
+
+
+def many_deltas(asked: Asked) -> None:
+    """Name choices, calls and indices that nobody asked for."""
+    asked.start()
+    for index in (-1, 7, 2**40, "a", None):
+        asked.event({"choices": [{"index": index, "delta": {"tool_calls": [{"index": index, "function": 3}]}}, 5]})
+    asked.event({"choices": {"index": 0}, "usage": [1]})
+    asked.chunk(content="Hello")
+    asked.end()
+
+
+def llama_server_models(asked: Asked) -> None:
+    asked.say(200, {"data": [{"id": "llama_server", "owned_by": "llamacpp", "meta": {"n_ctx": 4096}}]})
+
+
 BEHAVIOURS: dict[str, Callable[[Asked], None]] = {
+    "llama_server": plain,
+    "llama_server models": llama_server_models,
+    "blind": refusing(500, "image input is not supported - hint: if this is unexpected, you may need the mmproj"),
+    "vectors": vectors,
+    "picky_vectors": picky_vectors,
+    "few_vectors": odd_vectors([]),
+    "unlike_vectors": odd_vectors([{"embedding": [1.0]}, {"embedding": [1.0, 2.0]}]),
+    "odd_numbers": odd_vectors([{"embedding": [1.0]}, {"embedding": ["a"]}]),
+    "no_numbers": odd_vectors(b'{"data": [{"embedding": [1.0]}, {"embedding": [NaN]}]}'),
+    "no_base64": odd_vectors([{"embedding": "AAAA"}, {"embedding": "!"}]),
+    "no_document": odd_vectors(b"<html>"),
+    "deep_document": odd_vectors(b"[" * 100_000),
+    "no_embeddings": refusing(501, "This server does not support embeddings. Start it with `--embeddings`"),
+    "bomb": bomb,
+    "many_headers": many_headers,
+    "longer": longer,
+    "deep": deep,
+    "informing": informing,
+    "bad_sizes": bad_sizes,
+    "dripping": dripping,
+    "many_deltas": many_deltas,
     "plain": plain,
     "tags": tags,
     "calls": calls,
@@ -196,9 +300,11 @@ def remote(environment: dict[str, str], models: Path, tmp_path_factory: pytest.T
         tables: dict[str, dict[str, Any]] = {
             name: {"endpoint": f"{address}/{name}/v1", "api_key_file": str(key_file), "timeout": 20}
             for name in BEHAVIOURS
+            if " " not in name
         }
         tables["plain"] |= {"alias": "big", "model": "their-name", "headers": {"X-Team": "edge"}}
-        tables["silent"] |= {"timeout": 0.3}
+        for name in ("silent", "informing", "dripping"):
+            tables[name] |= {"timeout": 0.3, "connect_timeout": 2}
         tables["gone"] = {"endpoint": "http://127.0.0.1:9/v1", "connect_timeout": 2}
         tables["tiny"] = {"endpoint": f"{address}/plain/v1", "model": "their-name"}
         tables["second"] = {"endpoint": [f"{address}/broken/v1", f"{address}/plain/v1"], "model": "their-name"}
@@ -389,13 +495,24 @@ def test_what_only_an_engine_here_can_do_is_refused(remote: Setting, fields: dic
 def test_routes_of_local_models_say_where_the_model_is(remote: Setting) -> None:
     for path, document in (
         ("/tokenize", {"model": "plain", "content": "hi"}),
-        ("/v1/messages/count_tokens", {"model": "plain", "messages": [{"role": "user", "content": "hi"}]}),
         ("/models/load", {"model": "plain"}),
         ("/infill", {"model": "plain", "input_prefix": "a", "input_suffix": "b"}),
     ):
         answer = remote.post(path, document)
         assert answer.status_code == 400, path
         assert "plain runs at 127.0.0.1:" in answer.text
+
+
+def test_tokens_are_counted_by_the_other_server(remote: Setting) -> None:
+    turns = [{"role": "user", "content": "hi"}]
+    counted = remote.post("/v1/messages/count_tokens", {"model": "plain", "messages": turns})
+    assert counted.json() == {"input_tokens": 9}
+    assert remote.seen[-1].body["max_tokens"] == 1
+    counted = remote.post("/v1/responses/input_tokens", {"model": "plain", "input": "hi"})
+    assert counted.json() == {"object": "response.input_tokens", "input_tokens": 9}
+    silent = remote.post("/v1/messages/count_tokens", {"model": "whole", "messages": turns})
+    assert silent.status_code == 502
+    assert "tells no token counts" in silent.text
 
 
 def test_a_picture_by_its_address_is_not_fetched_by_another_server(remote: Setting) -> None:
@@ -450,6 +567,12 @@ def test_metrics_count_its_tokens(remote: Setting) -> None:
         ("long_line", 502, "no stream of events"),
         ("silent", 504, "was silent"),
         ("gone", 503, "cannot be reached"),
+        ("bomb", 502, "not with events"),
+        ("many_headers", 503, "closes the connection"),
+        ("deep", 502, "no JSON"),
+        ("informing", 504, "was silent"),
+        ("bad_sizes", 502, "in the middle"),
+        ("dripping", 503, "closes the connection"),
     ],
 )
 def test_failures_name_the_server_and_keep_their_meaning(remote: Setting, model: str, status: int, words: str) -> None:
@@ -466,6 +589,13 @@ def test_failures_name_the_server_and_keep_their_meaning(remote: Setting, model:
     document = {"model": model, "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
     assert remote.post("/v1/messages", document).json()["type"] == "error"
     assert words in remote.post("/api/chat", document | {"stream": False}).json()["error"]
+
+
+def test_more_bytes_than_promised_and_answers_to_nothing_are_left_out(remote: Setting) -> None:
+    for model, text in (("longer", "Hi"), ("many_deltas", "Hello")):
+        answer = ask(remote, model)
+        assert answer.json()["choices"][0]["message"]["content"] == text, answer.text
+        assert len(answer.json()["choices"]) == 1
 
 
 def test_no_redirect_is_followed(remote: Setting) -> None:
@@ -535,3 +665,114 @@ def test_list_and_ps_mark_it(remote: Setting) -> None:
     assert f"runs at {remote.address}/plain/v1" in remote.command("list").stdout
     shown = next(line for line in remote.command("ps").stdout.splitlines() if line.startswith("plain "))
     assert f"remote on {remote.address.removeprefix('http://')}" in shown
+
+
+def test_vectors_in_every_dialect(remote: Setting) -> None:
+    asked = {"model": "vectors", "input": ["hey", "hello"], "dimensions": 3, "truncate_prompt_tokens": -1}
+    answer = remote.post("/v1/embeddings", asked).json()
+    assert [item["embedding"] for item in answer["data"]] == [[3.0, 4.0, 0.0], [5.0, 4.0, 0.0]]
+    assert answer["usage"]["prompt_tokens"] == 7
+    assert remote.seen[-1].body == asked | {"encoding_format": "base64"}
+    cut = remote.post("/v1/embeddings", {"model": "vectors", "input": "hey", "dimensions": 2}).json()
+    assert cut["data"][0]["embedding"] == pytest.approx([0.6, 0.8]), "cut as an engine here cuts, to the length 1"
+    spelled = remote.post("/v1/embeddings", {"model": "vectors", "input": "hey", "encoding_format": "base64"}).json()
+    assert struct.unpack("<3f", base64.b64decode(spelled["data"][0]["embedding"])) == (3.0, 4.0, 0.0)
+    ollama = remote.post("/api/embed", {"model": "vectors:latest", "input": ["hey"]}).json()
+    assert (ollama["embeddings"], ollama["prompt_eval_count"]) == ([[3.0, 4.0, 0.0]], 7)
+    older = remote.post("/api/embeddings", {"model": "vectors", "prompt": "hey"}).json()
+    assert older == {"embedding": [3.0, 4.0, 0.0]}
+
+
+def test_a_server_that_knows_no_base64_is_asked_for_numbers(remote: Setting) -> None:
+    answer = remote.post("/v1/embeddings", {"model": "picky_vectors", "input": ["hey"]}).json()
+    assert answer["data"][0]["embedding"] == [3.0, 4.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "model", ["few_vectors", "unlike_vectors", "odd_numbers", "no_numbers", "no_base64", "no_document", "deep_document"]
+)
+def test_what_are_no_vectors_is_an_error(remote: Setting, model: str) -> None:
+    answer = remote.post("/v1/embeddings", {"model": model, "input": ["a", "b"]})
+    assert answer.status_code == 502
+    assert answer.json()["error"]["code"] == "remote_not_understood"
+
+
+def test_a_server_without_vectors_says_so_and_stays_well(remote: Setting) -> None:
+    for _ in range(4):
+        answer = remote.post("/v1/embeddings", {"model": "no_embeddings", "input": "a"})
+        assert answer.status_code == 400
+        assert "makes no embeddings: This server does not support embeddings" in answer.text
+    assert remote.front.ps("no_embeddings")["state"] == "ready"
+
+
+def test_embed_prints_the_vectors_of_another_server(remote: Setting) -> None:
+    done = remote.command("embed", "vectors", "hey", "hello")
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+        {"index": 0, "text": "hey", "tokens": None, "embedding": [3.0, 4.0, 0.0]},
+        {"index": 1, "text": "hello", "tokens": None, "embedding": [5.0, 4.0, 0.0]},
+    ], done.stderr
+    table = remote.command("embed", "vectors", "hey", "--format", "table", "-v")
+    assert "VECTOR OF 3" in table.stdout
+    assert "1 texts, 7 tokens" in table.stderr
+    failed = remote.command("embed", "no_embeddings", "hey")
+    assert failed.returncode == 1
+    assert "makes no embeddings" in failed.stderr
+
+
+def test_ollamas_list_of_running_models_has_it(remote: Setting) -> None:
+    until("its context", lambda: remote.front.http.get("/v1/models/calls").json()["edgelm"].get("context"))
+    running = {model["name"]: model for model in remote.front.http.get("/api/ps").json()["models"]}
+    assert running["calls:latest"]["context_length"] == 4096
+    assert running["calls:latest"]["size"] == 0
+    assert "gone:latest" not in running
+
+
+def test_llama_servers_routes_know_it(remote: Setting) -> None:
+    until("its context", lambda: remote.front.http.get("/v1/models/calls").json()["edgelm"].get("context"))
+    props = remote.front.http.get("/props", params={"model": "calls"}).json()
+    assert props["default_generation_settings"] == {"n_ctx": 4096}
+    assert (props["model_alias"], props["is_sleeping"]) == ("calls", False)
+    assert remote.front.http.get("/slots", params={"model": "calls"}).json() == []
+
+
+def test_top_counts_its_tokens(remote: Setting) -> None:
+    ask(remote, "plain")
+    document = json.loads(remote.command("top", "--once", "--json").stdout)
+    line = next(model for model in document["models"] if model["model"] == "plain")
+    assert (line["state"], line["running"], line["waiting"], line["rss_bytes"]) == ("ready", 0, 0, None)
+    assert line["time_to_first_token_s"] > 0
+    assert line["prefix_cache_hit_share"] == pytest.approx(5 / 9, abs=0.3)
+    assert "plain " in remote.command("top", "--once").stdout
+
+
+def test_a_picture_that_a_server_cannot_see_is_the_clients_mistake(remote: Setting) -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    for _ in range(4):
+        answer = ask(remote, "blind", messages=[{"role": "user", "content": [part]}])
+        assert answer.status_code == 400
+        assert "image input is not supported" in answer.text
+    assert remote.front.ps("blind")["state"] == "ready"
+
+
+def test_llama_server_gets_a_schema_for_an_object(remote: Setting) -> None:
+    until("its context", lambda: remote.front.http.get("/v1/models/llama_server").json()["edgelm"].get("context"))
+    for model, kind in (("llama_server", "json_schema"), ("plain", "json_object")):
+        assert ask(remote, model, response_format={"type": "json_object"}).status_code == 200
+        assert remote.seen[-1].body["response_format"]["type"] == kind
+
+
+def test_a_required_call_that_a_server_does_not_make_is_noted(remote: Setting) -> None:
+    answer = ask(remote, "plain", tools=[WEATHER], tool_choice="required").json()
+    assert "called no tool" in json.dumps(answer)
+    assert "called no tool" not in json.dumps(ask(remote, "calls", tools=[WEATHER], tool_choice="required").json())
+
+
+def test_an_echo_of_a_text_is_made_here(remote: Setting) -> None:
+    document = {"model": "texts", "prompt": "Say: ", "echo": True, "max_tokens": 4}
+    answer = remote.post("/v1/completions", document).json()
+    assert answer["choices"][0]["text"] == "Say: Hello"
+    assert "echo" not in remote.seen[-1].body
+    streamed = "".join(lines_of(remote, "/v1/completions", document | {"stream": True}))
+    assert streamed.index("Say: ") < streamed.index("Hel")
+    refused = remote.post("/v1/completions", document | {"logprobs": 1})
+    assert refused.json()["error"]["param"] == "echo"

@@ -227,6 +227,12 @@ def reply_to(path: str, request: ApiRequest, context: AnswerContext) -> Reply:
     return DIALECTS[path].reply(request, context)
 
 
+def count_reply(path: str, num_tokens: int) -> dict[str, Any]:
+    """Return the answer of a route of COUNTS."""
+    kind = {} if path.startswith("/v1/messages") else {"object": "response.input_tokens"}
+    return kind | {"input_tokens": num_tokens}
+
+
 def error_status_of(path: str, error: ApiError) -> int:
     """Return the status of an error in the API that a path belongs to."""
     return messages.error_status(error) if path.startswith("/v1/messages") else error.status

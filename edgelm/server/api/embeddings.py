@@ -79,7 +79,7 @@ class EmbeddingsRequest(TruncateFields):
             {
                 "object": "embedding",
                 "index": index,
-                "embedding": base64.b64encode(vector.astype("<f4").tobytes()).decode() if as_text else vector.tolist(),
+                "embedding": base64.b64encode(vector.tobytes()).decode() if as_text else vector.tolist(),
             }
             for index, vector in enumerate(embedded.vectors)
         ]

@@ -43,7 +43,7 @@ class OllamaEmbedRequest(KeepAliveFields):
         assert isinstance(result, Embedded)
         return {
             "model": model,
-            "embeddings": result.vectors.tolist(),
+            "embeddings": [vector.tolist() for vector in result.vectors],
             "total_duration": round((time.monotonic() - self._began) * 1e9),
             "load_duration": 0,  # loading has ended before
             "prompt_eval_count": sum(result.num_tokens),

@@ -30,7 +30,16 @@ from edgelm.jobs.answer import Answerer, Prepared, merged
 from edgelm.jobs.request import AnswerDelta, AnswerRequest, ContextError
 from edgelm.server.answers import answer_response
 from edgelm.server.api.dialect import AnswerContext, ApiRequest
-from edgelm.server.api.dialects import COUNTS, DIALECTS, TEXTS, dialect_of, parse_answers, parse_request, reply_to
+from edgelm.server.api.dialects import (
+    COUNTS,
+    DIALECTS,
+    TEXTS,
+    count_reply,
+    dialect_of,
+    parse_answers,
+    parse_request,
+    reply_to,
+)
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.handlers import EXCEPTION_HANDLERS, error_response
 from edgelm.server.api.json_body import read_json
@@ -83,8 +92,7 @@ def engine_app(parts: EngineParts, key: str) -> Starlette:
 
     async def count_tokens(request: Request) -> Response:
         (prepared,) = await unless_client_leaves(request, _prepare(parts, request, *await read_answers(request)))
-        kind = {} if request.url.path.startswith("/v1/messages") else {"object": "response.input_tokens"}
-        return JSONResponse(kind | {"input_tokens": len(prepared.ids)})
+        return JSONResponse(count_reply(request.url.path, len(prepared.ids)))
 
     async def stats(_: Request) -> Response:
         engine = parts.loaded.engine

@@ -1,13 +1,11 @@
-"""The path of a request to a model that another server runs, and back: in every dialect that a model answers.
-
-Owns which failures lead to another server: those before the first token.
-"""
+"""The path of a request to a model that another server runs, and back: in every dialect that a model answers."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
 from typing import Any, cast
 
 from starlette.requests import Request
@@ -17,24 +15,24 @@ from edgelm.engine.core import ExecutorInfo, Stats
 from edgelm.jobs.request import AnswerDelta, AnswerRequest
 from edgelm.server.answers import answer_response
 from edgelm.server.api.dialect import AnswerContext
-from edgelm.server.api.dialects import DIALECTS, parse_answers, reply_to
+from edgelm.server.api.dialects import COUNTS, DIALECTS, count_reply, parse_answers, reply_to
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.json_body import read_json
 from edgelm.server.api.ollama import OllamaRequest
 from edgelm.server.api.ollama_reply import loaded_reply
 from edgelm.server.bodies import Bodies
-from edgelm.server.remotes.boxes import Box, BoxError
+from edgelm.server.remotes.boxes import Box
+from edgelm.server.remotes.embedding import EMBED_PATHS, embed_remotely
 from edgelm.server.remotes.models import RemoteModel
-from edgelm.server.remotes.wire import Chunks, TokenTexts, body_of, notes_of, path_of
+from edgelm.server.remotes.wire import Chunks, TokenTexts, body_of, echoes_of, notes_of, path_of
 from edgelm.server.request_log import RequestRecord, record_of
+from edgelm.server.sse import unless_client_leaves
 from edgelm.text.tokenizer import Tokenizer
-
-MAX_TRIES = 16  # of one request at servers that are busy
 
 
 def answers_remotely(path: str) -> bool:
     """Return whether another server can answer a route's requests."""
-    return path in DIALECTS and path != "/infill"
+    return (path in DIALECTS and path != "/infill") or path in COUNTS or path in EMBED_PATHS
 
 
 def not_remote(model: RemoteModel, what: str) -> ApiError:
@@ -56,6 +54,8 @@ async def answer_remotely(
     Raises ApiError, BusyError, ClientLeftError.
     """
     path = request.url.path
+    if path in EMBED_PATHS:
+        return await embed_remotely(request, body, model, bodies, client, forwarded)
     api_request, requests = await bodies.parse(body, lambda body: parse_answers(path, read_json(body)))
     record = record_of(request)
     record.model = model.name
@@ -63,6 +63,12 @@ async def answer_remotely(
         return JSONResponse(loaded_reply(api_request, "unload" if api_request.keep_alive == 0 else "load"))
     body_of(requests, model.model, frozenset())  # refuse it before it waits
     texts = TokenTexts()
+    if path in COUNTS:  # every server counts what it reads, and few count otherwise
+        requests = [replace(one, sampling=one.sampling | {"max_tokens": 1}) for one in requests]
+        with model.admitted(client):
+            work = _Work(model, requests, (), texts, client, record, forwarded, len(body))
+            deltas = await unless_client_leaves(request, _all(work.deltas()))
+        return JSONResponse(count_reply(path, _prompt_tokens(deltas, model)))
     context = AnswerContext(api_request.model or model.name, cast(Tokenizer, texts), _executor_of(model))
     reply = reply_to(path, api_request, context)
     async with AsyncExitStack() as stack:
@@ -70,6 +76,18 @@ async def answer_remotely(
         work = _Work(model, requests, api_request.notes, texts, client, record, forwarded, len(body))
         return await answer_response(request, reply, work.deltas(), stack, streamed=api_request.streamed)
     raise AssertionError
+
+
+async def _all(deltas: AsyncGenerator[AnswerDelta, None]) -> list[AnswerDelta]:
+    async with aclosing(deltas):
+        return [delta async for delta in deltas]
+
+
+def _prompt_tokens(deltas: Sequence[AnswerDelta], model: RemoteModel) -> int:
+    count = next((delta.stats.prompt_tokens for delta in deltas if delta.stats), 0)
+    if not count:
+        raise ApiError(502, "remote_failed", f"{model.name} runs at {model.where}, which tells no token counts")
+    return count
 
 
 class _Work:
@@ -96,33 +114,9 @@ class _Work:
         self._num_bytes = num_bytes
         self._began = _now()
 
-    async def deltas(self) -> AsyncGenerator[AnswerDelta, None]:
+    def deltas(self) -> AsyncGenerator[AnswerDelta, None]:
         """Yield the answer of the first server that gives one. Raises ApiError."""
-        tried: set[Box] = set()
-        for attempt in range(MAX_TRIES):
-            has_begun = False
-            async with self._model.turn(self._client, tried) as box:
-                sent_at, omitted = _now(), box.omitted
-                try:
-                    async with aclosing(self._of(box, sent_at)) as deltas:
-                        async for delta in deltas:
-                            has_begun = True
-                            yield delta
-                    return
-                except BoxError as error:
-                    if error.kind == "refused":
-                        if box.omitted != omitted:
-                            continue  # once more, without a field that it does not know
-                        raise error.error from None
-                    if error.kind != "busy":
-                        box.failed(error.kind, str(error))
-                    if has_begun:
-                        raise error.error from None
-                    if not (error.kind == "busy" and box.refused(sent_at) and attempt < MAX_TRIES - 1):
-                        tried.add(box)
-                        if len(tried) == len(self._model.boxes):
-                            raise error.error from None
-        raise AssertionError
+        return self._model.first_answer(self._client, self._of)
 
     async def _of(self, box: Box, sent_at: float) -> AsyncGenerator[AnswerDelta, None]:
         """Yield the answer of one server. Raises BoxError."""
@@ -134,6 +128,8 @@ class _Work:
             async for chunk in received:
                 if not first:
                     await self._forwarded()
+                    for delta in echoes_of(self._requests):
+                        yield delta
                 for delta in chunks.take(chunk):
                     last = _now()
                     first = first or last

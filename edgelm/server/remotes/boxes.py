@@ -22,7 +22,7 @@ from edgelm.client.events import server_events
 from edgelm.client.failures import detail_of
 from edgelm.client.json_values import mapping, whole
 from edgelm.server.api.errors import NO_RETRY, RETRY_AFTER, ApiError
-from edgelm.server.remotes.wire import OPTIONAL
+from edgelm.server.remotes.wire import NO_OBJECT, OPTIONAL
 
 FIRST_LIMIT, MAX_LIMIT = 16.0, 256.0  # requests at a time
 LEAST_LIMIT = 4.0  # that slow first tokens lead to; refusals lead to 1
@@ -33,11 +33,14 @@ PAUSES_S = (0.5, 1.0, 2.0, 5.0)  # before the checks of one that is down
 CHECK_LIMIT_S = 5.0
 DRAIN_S = 0.25
 QUICK_BYTES = 64 * 2**10  # of a body that the event loop encodes
+EMBEDDINGS = "/embeddings"  # of the base URL
+JSON = "application/json"
 MAX_ERROR_BYTES = 2**16
 MAX_LIST_BYTES = 4 * 2**20  # of a list of models
 MAX_LINE_BYTES = 8 * 2**20
 MAX_ANSWER_BYTES = 256 * 2**20
 KEPT_CONNECTIONS, KEPT_S = 32, 4.0  # below the 5 s of uvicorn
+BLIND = ("image input is not supported", "audio input is not supported")  # llama-server's, with status 500
 TOO_LONG = ("context length", "context size", "context window", "context_length", "exceed_context")
 STALE = httpx2.RemoteProtocolError, httpx2.ReadError, httpx2.WriteError  # of a connection that was kept too long
 
@@ -64,9 +67,11 @@ class Box:
         self.used_at = 0.0
         self.problem = ""  # why it gets no requests now
         self.context: int | None = None  # of the model there
+        self.kind = "text"  # of the model there: text, embedding or rerank
         self.omitted: frozenset[str] = frozenset()  # optional fields that it has refused
         self.limit = FIRST_LIMIT
         self._model = model  # by our name
+        self._key, self._verify = key, verify
         self._table = table
         self._secrets = [text for text in (key, *table.headers.values()) if text]
         self._num_failures = 0  # in a row
@@ -94,6 +99,10 @@ class Box:
     @property
     def is_free(self) -> bool:
         return self.num_open < max(1, int(self.limit))
+
+    def at(self, base_url: str) -> Box:
+        """Return the same server with another base URL."""
+        return Box(base_url, self._model, self._table, self._key, self._verify)
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -170,6 +179,10 @@ class Box:
             if models and not self.problem:
                 log.warning("%s: %s", self._model, self._says(f"does not list a model {name!r}"))
             return
+        if (kind := mapping(found.get("edgelm")).get("kind")) in ("text", "embedding", "rerank"):
+            self.kind = str(kind)
+        if found.get("owned_by") == "llamacpp":
+            self.omitted |= {NO_OBJECT}
         # By the names of edgelm, vLLM, and llama-server.
         lengths = (
             mapping(found.get("edgelm")).get("context"),
@@ -186,23 +199,9 @@ class Box:
 
         `num_bytes` is about the length of the body.
         """
+        answer = await self._post(path, body, num_bytes)
         try:
-            data = _encoded(body) if num_bytes <= QUICK_BYTES else await asyncio.to_thread(_encoded, body)
-        except ValueError:  # an unpaired surrogate, or a number that is none
-            raise BoxError(
-                "refused", ApiError(400, "invalid_value", "the request has text that is no Unicode")
-            ) from None
-        answer = await self._send("POST", path, data)
-        try:
-            if answer.status_code != 200:
-                raise await self._error_of(answer, body)
-            kind = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if answer.headers.get("content-encoding", "identity") != "identity" or kind not in (
-                "text/event-stream",
-                "application/json",
-            ):
-                raise self._strange(f"answers with {kind or 'no content type'} and not with events")
-            if kind == "application/json":
+            if self._kind(answer, "text/event-stream", JSON) == JSON:
                 yield self._chunk(await _read(answer, MAX_ANSWER_BYTES))
                 return
             parts = _limited(answer)
@@ -217,9 +216,49 @@ class Box:
         except (httpx2.HTTPError, httpx2.StreamError):
             raise self.broken() from None
         except (UnicodeDecodeError, _TooLargeError):
-            raise self._strange("sends what is no stream of events") from None
+            raise self.strange("sends what is no stream of events") from None
         finally:
             await answer.aclose()
+
+    async def document(self, path: str, body: dict[str, Any], num_bytes: int) -> bytes:
+        """Return the JSON of an answer that is no stream, not parsed yet. Raises BoxError."""
+        answer = await self._post(path, body, num_bytes)
+        try:
+            self._kind(answer, JSON)
+            return await _read(answer, MAX_ANSWER_BYTES)
+        except httpx2.TimeoutException:
+            raise self._silent() from None
+        except (httpx2.HTTPError, httpx2.StreamError):
+            raise self.broken() from None
+        except _TooLargeError:
+            raise self.strange("sends more than any answer has") from None
+        finally:
+            await answer.aclose()
+
+    async def _post(self, path: str, body: dict[str, Any], num_bytes: int) -> httpx2.Response:
+        """Return an answer of status 200, whose body is not read yet. Raises BoxError."""
+        try:
+            data = _encoded(body) if num_bytes <= QUICK_BYTES else await asyncio.to_thread(_encoded, body)
+        except ValueError:  # an unpaired surrogate, or a number that is none
+            raise BoxError(
+                "refused", ApiError(400, "invalid_value", "the request has text that is no Unicode")
+            ) from None
+        answer = await self._send("POST", path, data)
+        if answer.status_code == 200:
+            return answer
+        try:
+            raise await self._error_of(answer, body)
+        finally:
+            await answer.aclose()
+
+    def _kind(self, answer: httpx2.Response, *known: str) -> str:
+        """Return the content type of an answer. Raises BoxError for another than the known ones."""
+        kind = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if answer.headers.get("content-encoding", "identity") != "identity" or kind not in known:
+            raise self.strange(
+                f"answers with {kind or 'no content type'} and not with {'events' if len(known) > 1 else 'JSON'}"
+            )
+        return kind
 
     def broken(self) -> BoxError:
         """Return the error of an answer that ended too soon."""
@@ -229,27 +268,29 @@ class Box:
     async def _send(self, method: str, path: str, data: bytes) -> httpx2.Response:
         """Return an answer whose body is not read yet. A connection that was kept too long is made again, once."""
         headers = {"content-type": "application/json"} if data else {}
+        limit_s = self._table.connect_timeout_s + self._table.timeout_s
         for is_last in (False, True):
             request = self._http.build_request(method, self.base_url + path, content=data, headers=headers)
             try:
-                return await self._http.send(request, stream=True)
+                async with asyncio.timeout(limit_s):  # interim answers (103) may come without end
+                    return await self._http.send(request, stream=True)
             except STALE:
                 if is_last:
                     raise self._down("closes the connection without an answer") from None
             except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
                 reason = one_line(str(error)) or "no connection"
                 raise self._down(f"cannot be reached ({self.without_secrets(reason)})") from None
-            except httpx2.TimeoutException:
+            except (TimeoutError, httpx2.TimeoutException):
                 raise self._silent() from None
             except httpx2.HTTPError:
-                raise self._strange("does not speak HTTP") from None
+                raise self.strange("does not speak HTTP") from None
         raise AssertionError
 
     async def _error_of(self, answer: httpx2.Response, body: Mapping[str, Any]) -> BoxError:
         """Return the error for another status than 200."""
         status = answer.status_code
         if 300 <= status < 400:
-            return self._strange("redirects the request, which is not followed: correct the endpoint")
+            return self.strange("redirects the request, which is not followed: correct the endpoint")
         if status in (401, 403):  # its text may have a part of the key
             message = self._says("refuses the key of this server: see api_key_file of the model")
             return BoxError("down", ApiError(502, "remote_refuses_key", message, headers=NO_RETRY))
@@ -261,9 +302,14 @@ class Box:
         if status == 503:
             message = self._says(f"is not ready{detail and f': {detail}'}")
             return BoxError("down", ApiError(503, "remote_unavailable", message, headers=retry))
+        if status in (404, 405, 501) and answer.url.path.endswith(EMBEDDINGS):  # it has answers, and no vectors
+            message = self._says(f"makes no embeddings{detail and f': {detail}'}")
+            return BoxError("refused", ApiError(400, "unsupported_by_remote", message, param="model"))
         if status == 404:
             message = self._says(f"has no model {self._table.model!r}, or no {answer.url.path}")
             return BoxError("failed", ApiError(502, "remote_has_no_model", message, headers=NO_RETRY))
+        if any(words in detail for words in BLIND):
+            return BoxError("refused", ApiError(400, "refused_by_remote", self._says(f"refuses the request: {detail}")))
         if status >= 500:
             message = self._says(f"failed with status {status}{detail and f': {detail}'}")
             return BoxError("failed", ApiError(502, "remote_failed", message))
@@ -290,11 +336,11 @@ class Box:
         try:
             chunk = json.loads(data)
         except (ValueError, RecursionError):
-            raise self._strange("sends what is no JSON") from None
+            raise self.strange("sends what is no JSON") from None
         if chunk is None:  # llama-server's first one, of several prompts
             return {}
         if not isinstance(chunk, dict):
-            raise self._strange("sends what is no chunk of an answer")
+            raise self.strange("sends what is no chunk of an answer")
         if error := chunk.get("error"):
             detail = self.without_secrets(one_line(detail_of(error))) or "no reason given"
             raise BoxError("failed", ApiError(502, "remote_failed", self._says(f"failed: {detail}")))
@@ -317,7 +363,8 @@ class Box:
         message = self._says(f"was silent for {self._table.timeout_s:.0f} s")
         return BoxError("failed", ApiError(504, "remote_timeout", message))
 
-    def _strange(self, what: str) -> BoxError:
+    def strange(self, what: str) -> BoxError:
+        """Return the error of an answer that is not what was asked for."""
         return BoxError("failed", ApiError(502, "remote_not_understood", self._says(what), headers=NO_RETRY))
 
 

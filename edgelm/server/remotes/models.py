@@ -1,6 +1,7 @@
 """The models that other servers run: their names, which server takes the next request, and who waits for one.
 
-Owns what is checked before the front starts: addresses, keys, names. Knows nothing of HTTP clients and dialects.
+Owns what is checked before the front starts (addresses, keys, names), and which failures lead to another server: those
+before the first token. Knows nothing of HTTP clients and dialects.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ import asyncio
 import contextlib
 import ssl
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from edgelm.base.errors import BusyError, RequestError, UsageError
@@ -22,8 +23,10 @@ from edgelm.client.addresses import is_loopback, normalize_address
 from edgelm.engine.counters import Counters
 from edgelm.library.scan import LocalModel
 from edgelm.server.keys import read_secret
-from edgelm.server.remotes.boxes import Box
+from edgelm.server.remotes.boxes import Box, BoxError
 
+T = TypeVar("T")
+MAX_TRIES = 16  # of one request at servers that are busy
 MAX_REQUESTS = 512  # of a model, open at the same time; a client alone may have half of them
 CHECK_S = 30.0  # between two looks at a server that is well
 TICK_S = 0.5
@@ -61,6 +64,11 @@ class RemoteModel:
         return ", ".join(box.name for box in self.boxes)
 
     @property
+    def kind(self) -> str:
+        """What it is for, as far as its servers tell: text, embedding or rerank."""
+        return self.boxes[0].kind
+
+    @property
     def context(self) -> int | None:
         return min((box.context for box in self.boxes if box.context is not None), default=None)
 
@@ -94,6 +102,40 @@ class RemoteModel:
             yield
         finally:
             self._open.remove(client)
+
+    async def first_answer(
+        self, client: str, parts_of: Callable[[Box, float], AsyncGenerator[T, None]]
+    ) -> AsyncGenerator[T, None]:
+        """Yield the parts of the answer of the first server that gives one. Raises ApiError.
+
+        `parts_of` gets a server and the time of this moment; until it yields something, another server may be asked.
+        """
+        now = asyncio.get_running_loop().time
+        tried: set[Box] = set()
+        for attempt in range(MAX_TRIES):
+            has_begun = False
+            async with self.turn(client, tried) as box:
+                sent_at, omitted = now(), box.omitted
+                try:
+                    async with aclosing(parts_of(box, sent_at)) as parts:
+                        async for part in parts:
+                            has_begun = True
+                            yield part
+                    return
+                except BoxError as error:
+                    if error.kind == "refused":
+                        if box.omitted != omitted:
+                            continue  # once more, without a field that it does not know
+                        raise error.error from None
+                    if error.kind != "busy":
+                        box.failed(error.kind, str(error))
+                    if has_begun:
+                        raise error.error from None
+                    if not (error.kind == "busy" and box.refused(sent_at) and attempt < MAX_TRIES - 1):
+                        tried.add(box)
+                        if len(tried) == len(self.boxes):
+                            raise error.error from None
+        raise AssertionError
 
     @asynccontextmanager
     async def turn(self, client: str, tried: Collection[Box]) -> AsyncIterator[Box]:
@@ -154,7 +196,7 @@ class Remotes:
     """
 
     def __init__(self, tables: Iterable[ModelTable] = ()) -> None:
-        self.models = [RemoteModel(table, _boxes(table)) for table in tables if table.remote is not None]
+        self.models = [RemoteModel(table, boxes_of(table)) for table in tables if table.remote is not None]
         self._by_name = {name.casefold(): model for model in self.models for name in (model.name, *model.aliases)}
         self._keeper: asyncio.Task[None] | None = None
 
@@ -199,13 +241,15 @@ class Remotes:
             await asyncio.sleep(TICK_S)
 
 
-def _boxes(table: ModelTable) -> list[Box]:
+def boxes_of(table: ModelTable, key: str | None = None) -> list[Box]:
+    """Return the servers of a model, with the key of its table or another one. Raises UsageError."""
     remote = table.remote
     assert remote
     bad = sorted(name for name in remote.headers if name.lower() in OWN_HEADERS)
     if bad:
         raise UsageError(f"{table.source}: headers has {bad[0]}, which the request has anyway", "remove it")
-    key = read_secret(Path(remote.api_key_file).expanduser()) if remote.api_key_file else ""
+    if key is None:
+        key = read_secret(Path(remote.api_key_file).expanduser()) if remote.api_key_file else ""
     has_secret = bool(key) or any(name.lower() in SECRET_HEADERS for name in remote.headers)
     boxes = []
     for endpoint in remote.endpoints:

@@ -23,7 +23,12 @@ from edgelm.text.calls.format import ToolChoice
 from edgelm.text.parse import Args, CallBegin, CallEnd, Content, Part, Reasoning
 
 # Fields that are omitted after a server has refused them: the answer means the same without.
-OPTIONAL = ("stream_options", "reasoning_content", "chat_template_kwargs", "reasoning_effort", "parallel_tool_calls")
+OPTIONAL = (
+    *("stream_options", "reasoning_content", "chat_template_kwargs", "reasoning_effort", "parallel_tool_calls"),
+    *("encoding_format", "truncate_prompt_tokens"),  # of embeddings
+    "ignore_eos",  # of `edgelm bench`
+)
+NO_OBJECT = "json_object"  # among the omitted: the server follows schemas, and not this format (llama-server)
 THINKING = ("enable_thinking", "thinking")  # template variables of our own making
 REASONS: dict[str, AnswerReason] = {"length": "length", "tool_calls": "tool_calls", "function_call": "tool_calls"}
 MAX_TOKENS = 2**20  # whose texts are kept for log-probabilities
@@ -53,8 +58,16 @@ def body_of(requests: Sequence[AnswerRequest], model: str, omitted: frozenset[st
         prompts = [one.prompt for one in requests]
         body["prompt"] = prompts if len(prompts) > 1 else prompts[0]
     if request.grammar is not None:
-        body["response_format"] = _response_format(request.grammar)
+        body["response_format"] = _response_format(request.grammar, NO_OBJECT in omitted)
     return {name: value for name, value in body.items() if name not in omitted}
+
+
+def echoes_of(requests: Sequence[AnswerRequest]) -> Iterator[AnswerDelta]:
+    """Yield the prompts with which the answers begin, where that was requested."""
+    for at, request in enumerate(requests):
+        if request.echo and isinstance(request.prompt, str):
+            for choice in range(request.num_choices):
+                yield AnswerDelta((Content(request.prompt),), (), at * request.num_choices + choice)
 
 
 def notes_of(request: AnswerRequest, omitted: frozenset[str]) -> tuple[str, ...]:
@@ -75,7 +88,11 @@ def _check(request: AnswerRequest) -> None:
     draft = request.sampling.get("draft", "off")
     for is_asked, what, param in (
         (request.suffix is not None, "the middle of a text", "suffix"),
-        (request.echo, "an echo of the prompt", "echo"),
+        (
+            request.echo and ("num_logprobs" in request.sampling or not isinstance(request.prompt, str)),
+            "an echo with log-probabilities or of tokens",
+            "echo",
+        ),
         (request.least_indent > 0, "a limit of indentation", "n_indent"),
         (request.time_limit_ms is not None, "a limit of time", "t_max_predict_ms"),
         (draft not in ("off", "auto"), "a choice of drafts", "draft"),
@@ -141,9 +158,10 @@ def _tools(tools: Sequence[dict[str, Any]], choice: ToolChoice) -> dict[str, Any
     return {"tools": list(tools), "tool_choice": mode}
 
 
-def _response_format(grammar: GrammarSpec) -> dict[str, Any]:
+def _response_format(grammar: GrammarSpec, needs_schema: bool) -> dict[str, Any]:
     if grammar.kind == "json_object":
-        return {"type": "json_object"}
+        an_object = {"name": "answer", "schema": {"type": "object"}}
+        return {"type": "json_schema", "json_schema": an_object} if needs_schema else {"type": "json_object"}
     schema = {"name": "answer", "schema": json.loads(grammar.source), "strict": grammar.strict}
     return {"type": "json_schema", "json_schema": schema}
 
@@ -228,6 +246,10 @@ class _Choice:
             yield from self._end_call()
 
     @property
+    def num_calls(self) -> int:
+        return self._num_calls
+
+    @property
     def answer_reason(self) -> AnswerReason:
         if self._num_calls and self.reason == "stop":
             return "tool_calls"
@@ -263,6 +285,7 @@ class Chunks:
     def __init__(self, requests: Sequence[AnswerRequest], notes: tuple[str, ...], texts: TokenTexts) -> None:
         request = requests[0]
         self._is_chat = request.prompt is None
+        self._needs_call = request.tool_choice.mode == "required" and bool(request.tools)
         self._choices = [_Choice(tags=self._is_chat) for _ in range(len(requests) * request.num_choices)]
         self._notes = notes
         self._texts = texts
@@ -283,7 +306,7 @@ class Chunks:
             reason = entry.get("finish_reason")
             if isinstance(reason, str) and reason:
                 choice.reason = reason
-                stop = entry.get("stop_reason")  # vLLM's: the stop string
+                stop = entry.get("stop_reason") or entry.get("matched_stop")  # vLLM's and SGLang's: the stop string
                 choice.stop = stop if isinstance(stop, str) else None
             # A server that does not stream sends a message.
             delta = mapping(entry.get("delta")) or mapping(entry.get("message"))
@@ -321,11 +344,15 @@ class Chunks:
         last = []
         for index, choice in enumerate(self._choices):
             own = counts if not index else dict.fromkeys(counts, 0)
-            reason = choice.reason
-            odd = (f"the server ended the answer: {reason[:40]}",) if reason == "content_filter" else ()
+            reason, parts = choice.reason, tuple(choice.end())
+            odd: tuple[str, ...] = (
+                (f"the server ended the answer: {reason[:40]}",) if reason == "content_filter" else ()
+            )
+            if self._needs_call and not choice.num_calls:
+                odd += ("the server of the model called no tool, which was required",)
             last.append(
                 AnswerDelta(
-                    tuple(choice.end()),
+                    parts,
                     choice=index,
                     reason=choice.answer_reason,
                     stop=choice.stop,

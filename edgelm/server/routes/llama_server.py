@@ -23,6 +23,7 @@ from edgelm.server.api.errors import ApiError
 from edgelm.server.engines.table import EngineTable
 from edgelm.server.keys import NAMESPACE
 from edgelm.server.models import ModelNames
+from edgelm.server.remotes.models import RemoteModel
 from edgelm.server.routes.stored import namespace_of
 
 ASK_LIMIT_S = 1.0
@@ -54,6 +55,8 @@ def llama_routes(table: EngineTable, models: ModelNames, num_slots: int) -> list
         return JSONResponse({**missing, **special, "chat_template": card["template"]})
 
     async def props(request: Request) -> Response:
+        if (remote := models.remotes.find(request.query_params.get("model", ""))) is not None:
+            return JSONResponse(_remote_props(remote))
         model, card = await described(request)
         slot = table.slots.get(model.path)
         info = slot.process.info if slot is not None and slot.process is not None else None
@@ -77,6 +80,8 @@ def llama_routes(table: EngineTable, models: ModelNames, num_slots: int) -> list
     async def slots(request: Request) -> Response:
         """Return the open requests of the asking key, those of all models or of one."""
         name = request.query_params.get("model", "")
+        if models.remotes.find(name) is not None:
+            return JSONResponse([])  # they are the other server's
         if name:
             model = await models.find(name, paths=may_name_paths(request))
         chosen = [table.slots.get(model.path)] if name else [*table.slots.values()]
@@ -90,6 +95,23 @@ def llama_routes(table: EngineTable, models: ModelNames, num_slots: int) -> list
         return JSONResponse([slot | {"id": index} for index, slot in enumerate(found)])
 
     return [Route("/props", props), Route("/slots", slots), Route("/tokenizer_info", tokenizer_info)]
+
+
+def _remote_props(model: RemoteModel) -> dict[str, Any]:
+    """Return /props of a model that another server runs: what is known of it here."""
+    return {
+        "default_generation_settings": {"n_ctx": model.context or 0},
+        "total_slots": sum(int(box.limit) for box in model.boxes),
+        "model_alias": model.name,
+        "model_path": "",
+        "modalities": {"vision": False, "audio": False},
+        "chat_template": "",
+        "chat_template_caps": {"supports_tools": True, "supports_tool_calls": True},
+        "bos_token": "",
+        "eos_token": "",
+        "build_info": f"edgelm {__version__}, the model at {model.where}",
+        "is_sleeping": model.state != "ready",
+    }
 
 
 class Aliases:

@@ -41,8 +41,9 @@ from edgelm.server.api.ollama_reply import loaded_reply, timestamp
 from edgelm.server.bodies import Bodies
 from edgelm.server.engines.slots import EngineSlot
 from edgelm.server.engines.table import EngineTable
-from edgelm.server.models import LATEST, ModelNames
+from edgelm.server.models import LATEST, ModelNames, remote_entry
 from edgelm.server.models import Listed as ListedModel
+from edgelm.server.remotes.models import RemoteModel
 from edgelm.server.routes.admin import wait_limit_s
 from edgelm.server.sse import NDJSON, EventStream, unless_client_leaves
 
@@ -86,7 +87,8 @@ def ollama_routes(table: EngineTable, models: ModelNames, bodies: Bodies) -> lis
     async def ps(_: Request) -> Response:
         ready = {path: slot for path, slot in table.slots.items() if slot.state == "ready"}
         listed = await models.described([slot.model for slot in ready.values()])
-        return JSONResponse({"models": [_running(model, ready[model.path]) for model in listed]})
+        remote = [_running_elsewhere(model) for model in models.remotes.models if model.state == "ready"]
+        return JSONResponse({"models": [*(_running(model, ready[model.path]) for model in listed), *remote]})
 
     async def pull(request: Request) -> Response:
         if not may_administer(request):
@@ -127,6 +129,13 @@ def _running(model: ListedModel, slot: EngineSlot) -> dict[str, Any]:
         "size_vram": on_gpu if info and info.device != "cpu" else 0,
         "context_length": info.context if info else 0,
     }
+
+
+def _running_elsewhere(model: RemoteModel) -> dict[str, Any]:
+    """Return the entry of /api/ps for a model that another server has loaded, as far as we know."""
+    entry = _entry(remote_entry(model, model.name))
+    own = {"size_vram": 0, "context_length": model.context or 0}
+    return entry | {"expires_at": timestamp(time.time() + FOREVER_S)} | own
 
 
 async def load_or_unload(request: Request, asked: OllamaRequest, table: EngineTable, models: ModelNames) -> Response:

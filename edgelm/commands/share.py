@@ -1,0 +1,148 @@
+"""`edgelm share`: serve the models here to phones and other computers of this network, with a key and TLS.
+
+Owns the key and the certificate that it makes where the settings have none, and what it prints. serve.py serves.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import typer
+
+from edgelm.base.atomic import atomic_write
+from edgelm.base.config import Config, load_config
+from edgelm.base.errors import EdgeLMError
+from edgelm.base.runtime import FrontRecord
+from edgelm.commands.flags import Flags, SettingsOf, Verbose
+from edgelm.commands.serve import start_server
+from edgelm.library.local import runs_here
+from edgelm.library.names import shown
+from edgelm.library.scan import installed
+from edgelm.server.access import is_loopback
+from edgelm.server.keys import read_key_file
+from edgelm.server.own_certificates import OwnCertificates
+
+EVERYWHERE = "0.0.0.0"  # noqa: S104 - with a key and TLS only
+SOMEWHERE = ("192.0.2.1", 9)  # of RFC 5737: no packet is sent there
+MAX_NAMES = 6  # of models
+
+
+def share_models(
+    models: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="More models to offer.")] = None,
+    *,
+    flags: Annotated[Flags, SettingsOf("serve")],
+    with_key: Annotated[
+        bool, typer.Option("--with-key", help="Show the key, also in the QR code: who sees it can use it.")
+    ] = False,
+    qr: Annotated[bool, typer.Option("--qr/--no-qr", help="Show the address as a QR code.")] = True,
+    verbose: Verbose = False,
+) -> None:
+    """Serve until interrupted, beyond this machine. Raises EdgeLMError."""
+    config = load_config(flags)
+    own, settings = dict(flags), config.settings
+    folder = config.places.config / "share"
+    if is_loopback(settings.host) and not config.sources["host"].startswith("--"):
+        own["host"] = EVERYWHERE
+    addresses = _addresses(str(own.get("host") or settings.host))
+    key_file = Path(settings.api_key_file).expanduser() if settings.api_key_file else folder / "keys.txt"
+    if settings.api_key_file is None:
+        own["api_key_file"] = str(key_file)
+        if not key_file.exists():
+            _write_key(key_file)
+    key = read_key_file(key_file)[0].secret if with_key else ""
+    trust = [f"certificate  {settings.tls_cert}, as it is configured"]
+    if settings.tls_cert is None:
+        certificates = OwnCertificates(folder)
+        is_new = certificates.renew(socket.gethostname(), [*addresses, "127.0.0.1", "localhost", *_host_names()])
+        own |= {"tls_cert": str(certificates.server), "tls_key": str(certificates.key)}
+        trust = [
+            f"certificate  {certificates.authority} ({'new: ' if is_new else ''}clients have to trust it, once each)",
+            f"             SHA-256 {certificates.fingerprint}",
+        ]
+    lines = [
+        f"key          {key or f'in {key_file}'}",
+        *trust,
+        f"exposed      {_exposed(models or [], config)}",
+        "             Who has the key may ask them. Your files, chats and settings are not exposed.",
+        "To trust the certificate on phones, Windows and others: docs/machines.md. curl: --cacert FILE",
+    ]
+    announce = partial(_announce, addresses=addresses, lines=lines, key=key, qr=qr)
+    start_server(models or [], own, verbose=verbose, say=announce)
+
+
+def _announce(front: FrontRecord, *, addresses: list[str], lines: list[str], key: str, qr: bool) -> None:
+    """Print how clients reach the server."""
+    port = urlsplit(front.address).port
+    names = addresses if is_loopback(addresses[0]) else [*addresses, *_host_names()[:1]]
+    urls = [f"https://{f'[{name}]' if ':' in name else name}:{port}/v1" for name in names]
+    print("edgelm shares the models of this machine with its network (Ctrl-C ends it)\n")
+    print(f"address      {urls[0]}", *(f"             {url}" for url in urls[1:]), *lines, sep="\n")
+    if qr:
+        import segno
+
+        print(f"\nQR code: the address{', and below it the key' if key else ''}")
+        segno.make(qr_text(urls[0], key), error="l", micro=False).terminal(compact=True)
+    sys.stdout.flush()
+
+
+def qr_text(url: str, key: str) -> str:
+    """Return what a QR code has: the address, and in a second line the key if there is one, as a text to copy."""
+    return f"{url}\n{key}" if key else url
+
+
+def _write_key(file: Path) -> None:
+    try:
+        atomic_write(file, f"share {secrets.token_urlsafe(24)}\n".encode())
+    except OSError as error:
+        raise EdgeLMError(f"{file} cannot be written: {error.strerror}", "give --api-key-file FILE") from None
+
+
+def _addresses(host: str) -> list[str]:
+    """Return the addresses by which others reach a server that listens at `host`. Raises EdgeLMError."""
+    if host not in (EVERYWHERE, "::"):
+        return [host]
+    found: dict[str, None] = {}
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(SOMEWHERE)  # chooses the way, and so the address
+        found[probe.getsockname()[0]] = None
+    with suppress(OSError):
+        for *_, address in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET):
+            found[str(address[0])] = None
+    addresses = [address for address in found if not is_loopback(address)]
+    if not addresses:
+        raise EdgeLMError("this machine is in no network", "connect it, or give --host ADDRESS")
+    return addresses
+
+
+def _host_names() -> list[str]:
+    """Return the names by which a network may know this machine, first that of multicast DNS; only DNS names."""
+    name = socket.gethostname().lower()
+    short = name.partition(".")[0]
+    names = dict.fromkeys([f"{short}.local", name, short])
+    return [name for name in names if re.fullmatch(r"[a-z0-9-]{1,63}(\.[a-z0-9-]{1,63})*", name)]
+
+
+def _exposed(models: list[str], config: Config) -> str:
+    here = [model.name for model in installed(config.places.hub, (), config.model_folders) if runs_here(model)]
+    return shown(", ".join(_few([*models, *here])) or "no model: pull one with `edgelm pull`") + _remote(config)
+
+
+def _few(names: list[str]) -> Iterator[str]:
+    names = list(dict.fromkeys(names))
+    yield from names[:MAX_NAMES]
+    if len(names) > MAX_NAMES:
+        yield f"{len(names) - MAX_NAMES} more"
+
+
+def _remote(config: Config) -> str:
+    names = [table.name for table in config.models if table.remote]
+    return shown(f"; and of other servers, at your cost: {', '.join(_few(names))}") if names else ""

@@ -1,0 +1,171 @@
+"""`edgelm share`: what it prints, a real client over TLS, and certificates that follow the addresses."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import openai
+import pytest
+
+from edgelm.base.errors import EdgeLMError
+from edgelm.commands.share import _addresses, _host_names
+from edgelm.server import own_certificates
+from edgelm.server.own_certificates import OwnCertificates
+from edgelm.server.tls import read_tls
+from tests.server.harness import LIMIT_S, read_line
+from tests.server.test_serve import edgelm
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")
+
+
+@contextmanager
+def sharing(environment: dict[str, str], *arguments: str) -> Iterator[str]:
+    """Give what `edgelm share` prints up to its last line before a QR code, while it serves."""
+    command = [sys.executable, "-m", "edgelm", "share", "--host", "127.0.0.1", "--port", "0", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        try:
+            lines = read_line(process).decode()
+            assert process.stdout
+            while "docs/machines.md" not in lines:
+                lines += process.stdout.readline().decode()
+            yield lines
+            process.send_signal(signal.SIGINT)
+            rest, errors = process.communicate(timeout=LIMIT_S)
+            assert b"Traceback" not in errors
+            print(rest.decode())
+        finally:
+            process.kill()
+
+
+def said(lines: str, name: str) -> str:
+    return next(line.split(maxsplit=1)[1] for line in lines.splitlines() if line.startswith(f"{name} "))
+
+
+@pytest.fixture
+def config(own: dict[str, str], tmp_path: Path) -> dict[str, str]:
+    return own | {"EDGELM_CONFIG_DIR": str(tmp_path / "config")}
+
+
+def test_a_client_that_trusts_the_certificate_gets_in_with_the_key(
+    config: dict[str, str], tmp_path: Path, models: Path
+) -> None:
+    folder = tmp_path / "config" / "share"
+    with sharing(config, str(models / "tiny.gguf")) as lines:
+        address = said(lines, "address")
+        key = (folder / "keys.txt").read_text().split()[1]
+        assert said(lines, "key") == f"in {folder / 'keys.txt'}"
+        assert key not in lines
+        assert "tiny.gguf" in said(lines, "exposed")
+        assert {file.name: file.stat().st_mode & 0o077 for file in folder.iterdir()} == dict.fromkeys(
+            ("edgelm-ca.crt", "edgelm-ca.key", "keys.txt", "server.key", "server.pem"), 0
+        )
+        trust = ssl.create_default_context(cafile=folder / "edgelm-ca.crt")
+        trust.verify_flags |= ssl.VERIFY_X509_STRICT  # as Python 3.13 has it
+        with httpx2.Client(trust_env=False, verify=trust) as http:
+            client = openai.OpenAI(base_url=address, api_key=key, http_client=http)
+            assert "tiny" in [model.id for model in client.models.list()]
+            answer = client.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "hello"}], max_tokens=4
+            )
+            assert answer.usage
+            assert answer.usage.completion_tokens == 4
+            assert http.get(f"{address}/models").status_code == 401
+            unload = http.post(
+                address.replace("/v1", "/models/unload"),
+                json={"model": "tiny"},
+                headers={"authorization": f"Bearer {key}"},
+            )
+            assert unload.status_code == 403, "the key is no administrator's"
+        with pytest.raises(httpx2.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            httpx2.get(f"{address}/models", trust_env=False, verify=ssl.create_default_context())
+
+
+def test_the_qr_code_has_the_key_only_when_asked(config: dict[str, str], tmp_path: Path) -> None:
+    from edgelm.commands.share import qr_text
+
+    assert qr_text("https://a/v1", "") == "https://a/v1"
+    assert qr_text("https://a/v1", "KEY") == "https://a/v1\nKEY"
+    with sharing(config, "--with-key", "--no-qr") as lines:
+        assert said(lines, "key") == (tmp_path / "config" / "share" / "keys.txt").read_text().split()[1]
+    with sharing(config, "--no-qr") as again:
+        assert "new:" not in said(again, "certificate"), "it is kept"
+        assert said(again, "key").startswith("in ")
+
+
+def test_own_keys_and_certificates_come_first(config: dict[str, str], tmp_path: Path) -> None:
+    own = OwnCertificates(tmp_path / "own")
+    own.renew("box", ["127.0.0.1", "box"])
+    keys = tmp_path / "keys"
+    keys.write_text("me a-key-of-mine\n")
+    keys.chmod(0o600)
+    tls = ("--tls-cert", str(own.server), "--tls-key", str(own.key))
+    with sharing(config, "--no-qr", "--api-key-file", str(keys), *tls) as lines:
+        assert said(lines, "key") == f"in {keys}"
+        assert said(lines, "certificate") == f"{own.server}, as it is configured"
+    assert not (tmp_path / "config" / "share").exists()
+
+
+def test_a_certificate_follows_the_addresses_and_the_authority_stays(tmp_path: Path) -> None:
+    own = OwnCertificates(tmp_path)
+    assert own.renew("box", ["192.168.1.5", "box", "box.local"])
+    authority, fingerprint = own.authority.read_bytes(), own.fingerprint
+    assert not own.renew("box", ["192.168.1.5", "box", "box.local"])
+    server = own.server.read_bytes()
+    assert not own.renew("box", ["192.168.7.8", "box", "box.local"])
+    assert own.server.read_bytes() != server
+    assert "192.168.7.8" in read_tls(own.server, own.key).names
+    assert own.authority.read_bytes() == authority
+    assert own.renew("shed", ["192.168.7.8", "shed", "shed.local"]), "another name of the machine: another authority"
+    assert own.fingerprint != fingerprint
+
+
+def test_a_certificate_that_ends_soon_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = OwnCertificates(tmp_path)
+    own.renew("box", ["10.0.0.1", "box"])
+    before = own.server.read_bytes()
+    monkeypatch.setattr(own_certificates, "LEFT_S", 400 * 86_400)
+    assert not own.renew("box", ["10.0.0.1", "box"])
+    assert own.server.read_bytes() != before
+    assert read_tls(own.server, own.key).ends_at > time.time() + 390 * 86_400
+
+
+@pytest.mark.parametrize("name", ["edgelm-ca.crt", "edgelm-ca.key", "server.pem", "server.key"])
+def test_a_damaged_file_is_made_again(tmp_path: Path, name: str) -> None:
+    own = OwnCertificates(tmp_path)
+    own.renew("box", ["10.0.0.1", "box"])
+    (tmp_path / name).write_text("nothing")
+    is_new = own.renew("box", ["10.0.0.1", "box"])
+    assert is_new == (name == "edgelm-ca.crt"), "only then clients have to trust another one"
+    assert own.fingerprint.count(":") == 31
+    read_tls(own.server, own.key)
+
+
+def test_a_name_that_is_no_dns_name_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for host, names in (("Ann's box", []), ("Box.lan", ["box.local", "box.lan", "box"]), ("my_box", [])):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        assert _host_names() == names
+
+
+def test_no_certificate_names_an_address_beyond_private_networks(tmp_path: Path) -> None:
+    with pytest.raises(EdgeLMError, match="give --tls-cert"):
+        OwnCertificates(tmp_path).renew("box", ["box", "8.8.8.8"])
+
+
+def test_without_openssl_it_says_so(config: dict[str, str], tmp_path: Path) -> None:
+    done = edgelm(config | {"PATH": str(tmp_path)}, "share", "--host", "127.0.0.1", "--port", "0")
+    assert done.returncode == 1
+    assert "there is no openssl here" in done.stderr
+
+
+def test_an_address_of_ones_own_is_the_only_one() -> None:
+    assert _addresses("10.1.2.3") == ["10.1.2.3"]
