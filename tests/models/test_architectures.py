@@ -35,6 +35,7 @@ from tests.models.tiny_models import (
 OMITTED = "omitted"  # stands for a key that is not in the file
 LENGTH = 41  # more than one block and more than three windows
 F32, F16, BF16 = 1e-4, 2e-3, 2e-2
+BF16_STATES = 5e-2  # states carry each rounding on; transformers is off by as much
 
 
 def decoder_of(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
@@ -95,7 +96,7 @@ def test_two_sequences_in_a_batch(name: str, decoders: Any) -> None:
         assert relative_error(got, expected(built(name), ids)) < F32
 
 
-@pytest.mark.parametrize("name", ["ministral3", "granite", "gemma4"])
+@pytest.mark.parametrize("name", ["ministral3", "granite", "gemma4", "qwen3_5"])
 def test_greedy_text(name: str, folders: Any) -> None:
     """64 tokens, one after the other, are those that transformers finds the most likely."""
     session, ids = Session(decoder_of(folders(name), context=96)), text(8, 12)
@@ -112,7 +113,7 @@ def test_bfloat16(name: str, folders: Any, monkeypatch: pytest.MonkeyPatch) -> N
     session = Session(decoder_of(folders(name), torch.bfloat16), cache_dtype=torch.bfloat16)
     ids = text(LENGTH, 5)
     got = torch.cat([session.run({0: ids[:30]})[0], session.run({0: ids[30:]})[0]])
-    assert mean_relative_error(got, expected(built(name), ids)) < BF16
+    assert mean_relative_error(got, expected(built(name), ids)) < (BF16_STATES if name == "qwen3_5" else BF16)
 
 
 @pytest.mark.parametrize("name", ["llama3", "phi3", "qwen3_moe", "gpt_oss"])
@@ -124,7 +125,7 @@ def test_a_feed_forward_size_that_is_no_multiple_of_a_tile(name: str, tmp_path: 
     assert relative_error(got, expected(model, ids)) < F32
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma2", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama3", "gemma2", "qwen3_moe", "gpt_oss", "qwen3_5"])
 def test_padding_changes_nothing(name: str, decoders: Any) -> None:
     decoder = decoders(name)
     plain, padded = Session(decoder), Session(decoder)
