@@ -22,8 +22,18 @@ from edgelm.checkpoints.config_json import (
     sliding_window,
 )
 from edgelm.checkpoints.encoder import encoder_config, folder_pooling, is_encoder, other_encoder, other_module
-from edgelm.checkpoints.shape import MAX_HEAD_LEN, Experts, Shape, gguf_experts, gguf_shape, gguf_windows
+from edgelm.checkpoints.shape import (
+    MAX_HEAD_LEN,
+    MAX_HEADS,
+    MAX_LAYERS,
+    Experts,
+    Shape,
+    gguf_experts,
+    gguf_shape,
+    gguf_windows,
+)
 from edgelm.checkpoints.values import Values
+from edgelm.kernels.delta_sizes import DeltaSizes
 from edgelm.kernels.gates import Gate, GateKind
 from edgelm.models.families import FAMILIES, Family, Names, Routing, family_of_folder, family_of_gguf
 from edgelm.models.rope_config import LAYER_TYPES, RopeConfig, folder_rope, gguf_local_rope, gguf_rope
@@ -62,6 +72,8 @@ UNSUPPORTED_FOLDER_KEYS: Mapping[str, tuple[object, ...]] = {
     "qk_layernorm": (False,),
     "swiglu_alpha": (1.702,),
 }
+DELTA_LAYER = "linear_attention"  # in `layer_types`
+MAX_CONV = 16  # positions that a convolution sees
 DEFAULT_CONTEXT = 2048  # of a config.json that does not state it
 CONTEXT_FREE_ROPES = ("default", "linear")
 # Gemma's largest models do not divide by the head size, and their GGUF does not say so
@@ -74,7 +86,8 @@ class LayerConfig:
     """The properties that differ between layers."""
 
     head_dim: int
-    num_kv_heads: int
+    num_kv_heads: int  # 0: the layer keeps no keys and values
+    delta: DeltaSizes | None = None  # of a gated delta net, in place of attention
     window: int = 0  # positions that a token sees, including its own; 0: all before it
     rope: RopeConfig | None  # None: keys and queries are not rotated
     keys_are_values: bool | None = False  # before their norms; None: where the file has no matrix of values
@@ -191,17 +204,20 @@ def _read_gguf(metadata: Mapping[str, Any]) -> ModelConfig:
     rope_dim = values.integer("rope.dimension_count", default=shape.key_len)
     rope = gguf_rope(values, family, rope_dim, shape.context)
     local_rope = gguf_local_rope(values, family, rope, window_head_dim)
+    num_layers = shape.num_layers - values.integer("nextn_predict_layers", high=shape.num_layers - 1, default=0)
+    kinds = _gguf_deltas(values, family, num_layers)
     rotates = not (family.scaled and values.get("rope.scaling.finetuned") is False)  # Granite's sign for no rotation
     layers = [
         LayerConfig(
             head_dim=window_head_dim if window else shape.key_len,
-            num_kv_heads=shape.num_kv_heads[i],
+            num_kv_heads=0 if kinds[i] else shape.num_kv_heads[i],
+            delta=kinds[i],
             window=window,
             keys_are_values=None if family.value_norm else False,
             rope=(local_rope if window else rope) if rotates and _rotates(i, family.rope_every) else None,
             sparse=experts is not None,
         )
-        for i, window in enumerate(_gguf_windows(values, family, shape.num_layers))
+        for i, window in enumerate(_gguf_windows(values, family, num_layers))
     ]
     return ModelConfig(
         family=family,
@@ -222,6 +238,23 @@ def _read_gguf(metadata: Mapping[str, Any]) -> ModelConfig:
         experts=experts,
         tied=None,
     )
+
+
+def _gguf_deltas(values: Values, family: Family, num_layers: int) -> list[DeltaSizes | None]:
+    """Return the sizes of each layer that is a gated delta net."""
+    if not family.delta:
+        return [None] * num_layers
+    heads, width = (values.integer(f"ssm.{name}", low=1, high=MAX_HEADS) for name in ("time_step_rank", "inner_size"))
+    sizes = DeltaSizes(
+        num_key_heads=values.integer("ssm.group_count", low=1, high=MAX_HEADS),
+        num_value_heads=heads,
+        key_dim=values.integer("ssm.state_size", low=1, high=MAX_HEAD_LEN),
+        value_dim=width // heads,
+        window=values.integer("ssm.conv_kernel", low=1, high=MAX_CONV),
+        alternating=True,
+    )
+    interval = values.integer("full_attention_interval", low=1, high=MAX_LAYERS, default=4)
+    return [sizes if (i + 1) % interval else None for i in range(num_layers)]
 
 
 def _gguf_windows(values: Values, family: Family, num_layers: int) -> list[int]:
@@ -271,14 +304,20 @@ def _read_folder(config: Mapping[str, Any]) -> ModelConfig:
         family, folder_experts(values, shape.num_layers), family.normalised if normalised is None else bool(normalised)
     )
     rotated = _rotated(values, family, shape.num_layers)
+    kinds = _folder_deltas(values, family, shape.num_layers)
     heads = layer_heads(values, shape)
     layers = [
         LayerConfig(
             head_dim=heads[i].head_len,
-            num_kv_heads=heads[i].num_kv_heads,
+            num_kv_heads=0 if kinds[i] else heads[i].num_kv_heads,
+            delta=kinds[i],
             window=window,
             keys_are_values=family.value_norm and not window and values.get("attention_k_eq_v") is True,
-            rope=folder_rope(values, heads[i].head_len, context, local=bool(window)) if rotated[i] else None,
+            rope=(
+                folder_rope(values, heads[i].head_len, context, local=bool(window), sections=family.delta)
+                if rotated[i]
+                else None
+            ),
             sparse=experts is not None and _is_sparse(values, i),
         )
         for i, window in enumerate(_folder_windows(values, family, rotated))
@@ -302,6 +341,28 @@ def _read_folder(config: Mapping[str, Any]) -> ModelConfig:
         experts=experts,
         tied=bool(values.get("tie_word_embeddings")),
     )
+
+
+def _folder_deltas(values: Values, family: Family, num_layers: int) -> list[DeltaSizes | None]:
+    """Return the sizes of each layer that is a gated delta net."""
+    if not family.delta:
+        return [None] * num_layers
+
+    def number(name: str, high: int = MAX_HEADS) -> int:
+        return values.integer(f"linear_{name}", low=1, high=high)
+
+    sizes = DeltaSizes(
+        num_key_heads=number("num_key_heads"),
+        num_value_heads=number("num_value_heads"),
+        key_dim=number("key_head_dim", MAX_HEAD_LEN),
+        value_dim=number("value_head_dim", MAX_HEAD_LEN),
+        window=number("conv_kernel_dim", MAX_CONV),
+        alternating=False,
+    )
+    if layer_kinds := values.entries("layer_types", num_layers):
+        return [sizes if kind == DELTA_LAYER else None for kind in layer_kinds]
+    interval = values.integer("full_attention_interval", low=1, default=4)
+    return [sizes if (i + 1) % interval else None for i in range(num_layers)]
 
 
 def _folder_attention_scale(values: Values, family: Family, head_dim: int) -> float:
@@ -344,7 +405,8 @@ def _folder_windows(values: Values, family: Family, rotated: Sequence[bool]) -> 
     if kinds:
         if family.value_norm:  # as in transformers
             kinds[-1] = "full_attention"
-        unsupported = next((kind for kind in kinds if kind not in LAYER_TYPES), None)
+        known = (*LAYER_TYPES, DELTA_LAYER) if family.delta else LAYER_TYPES
+        unsupported = next((kind for kind in kinds if kind not in known), None)
         if unsupported is not None:
             raise ModelError(f"layers of the kind {unsupported!r} are not supported")
         return [window if kind == "sliding_attention" else 0 for kind in kinds]
@@ -355,6 +417,8 @@ def _folder_windows(values: Values, family: Family, rotated: Sequence[bool]) -> 
     if family.window_is_optional:
         first = values.integer("max_window_layers", default=0)
         return [window if i >= first else 0 for i in range(num_layers)]
+    if family.delta:
+        return [0] * num_layers
     interval = values.integer("sliding_window_pattern", default=family.window_every)
     windows = [window if _has_window(i, interval) else 0 for i in range(num_layers)]
     return [*windows[:-1], 0] if family.value_norm else windows
@@ -400,7 +464,8 @@ def _has_window(layer: int, interval: int) -> bool:
 def _require_possible(config: ModelConfig) -> None:
     """Raise ModelError for sizes that no model has, or that no op supports."""
     ropes = {layer.rope for layer in config.layers if layer.rope is not None}
-    kv_heads = {layer.num_kv_heads for layer in config.layers}
+    kv_heads = {layer.num_kv_heads for layer in config.layers if layer.delta is None}
+    deltas = {layer.delta for layer in config.layers if layer.delta is not None}
     experts = config.experts
     possible = (
         all(0 < number <= config.num_heads and config.num_heads % number == 0 for number in kv_heads)
@@ -415,6 +480,8 @@ def _require_possible(config: ModelConfig) -> None:
         and all(rope.temperature == 0 or (rope.temperature > 0 and rope.original_context > 0) for rope in ropes)
         and all(rope.kind in CONTEXT_FREE_ROPES or (rope.original_context > 0 and rope.dim > 2) for rope in ropes)
         and all(len(factors) in (0, rope.dim // 2) for rope in ropes for factors in (rope.divisors, rope.long_divisors))
+        and all(delta.num_value_heads % delta.num_key_heads == 0 for delta in deltas)
+        and all(min(delta.key_dim, delta.value_dim) >= 8 for delta in deltas)
         and (experts is None or 0 < experts.used <= experts.count)
     )
     if not possible:

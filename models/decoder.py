@@ -19,10 +19,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from edgelm.kernels import cache as kv_cache
+from edgelm.kernels import delta
 from edgelm.kernels.activation import Gate, gated, softcap
 from edgelm.kernels.attention import attention
-from edgelm.kernels.cache import LayerCache
+from edgelm.kernels.cache import KVFormat, LayerCache
+from edgelm.kernels.delta import StateCache, gated_delta
+from edgelm.kernels.delta_sizes import DeltaSizes
 from edgelm.kernels.embedding import embedding
+from edgelm.kernels.head_gate import gate_heads
 from edgelm.kernels.layout import Weight
 from edgelm.kernels.matmul import Lengths, Norm, matmul, matmul_and_norm
 from edgelm.kernels.norm import add_rms_norm, rms_norm
@@ -43,6 +48,7 @@ class Batch:
     seq_lens: Tensor  # int32 [sequences]: positions in the cache, with those of this step; 0: no sequence
     max_query_len: int  # the most rows that a sequence has
     only_prompts: bool = False  # no sequence has 1 to VERIFY_LEN rows
+    states: Tensor | None = None  # int32 [sequences, 3]: the `spans` of `gated_delta`; None: no layer has states
 
     @property
     def num_tokens(self) -> int:
@@ -77,6 +83,21 @@ class Attention:
     v_norm: Tensor | None = None
     sinks: Tensor | None = None  # float32 [num_heads]
     post_norm: Tensor | None = None  # float32 [hidden_size]
+    gated: bool = False  # behind the query of each head is the gate of its result
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class DeltaNet:
+    """The gated delta net of one layer. `inputs` has q, k and v in one part, z, beta, alpha, as fused as possible."""
+
+    norm: Norm
+    inputs: tuple[Linear, ...]
+    conv: Tensor  # float32 [channels, window]
+    decay: Tensor  # float32 [num_value_heads]
+    bias: Tensor
+    head_norm: Tensor  # float32 [value_dim]
+    out: Linear
+    sizes: DeltaSizes
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -112,7 +133,7 @@ Feed = FeedForward | Experts | DenseAndExperts
 class Layer:
     """The two blocks of a layer."""
 
-    attention: Attention
+    attention: Attention | DeltaNet
     feed: Feed
 
 
@@ -166,7 +187,21 @@ class Decoder:
     def device(self) -> torch.device:
         return self.weights.embedding.device
 
-    def forward(self, ids: Tensor, batch: Batch, caches: Sequence[LayerCache]) -> Tensor:
+    def new_caches(
+        self, kv_format: KVFormat, num_blocks: int, num_slots: int, dtype16: torch.dtype
+    ) -> list[LayerCache | StateCache]:
+        """Return the cleared cache of each layer: `num_slots` states, or blocks of keys and values.
+
+        `dtype16` is what the format "f16" stores.
+        """
+        return [
+            delta.allocate(layer.delta, num_slots, self.device, self.dtype)
+            if layer.delta
+            else kv_cache.allocate(kv_format, num_blocks, layer.num_kv_heads, layer.head_dim, self.device, dtype16)
+            for layer in self.config.layers
+        ]
+
+    def forward(self, ids: Tensor, batch: Batch, caches: Sequence[LayerCache | StateCache]) -> Tensor:
         """Run token ids, int32 [tokens], and write their KV; return the last hidden states, after the final norm.
 
         They are float32 [tokens, hidden_size]. There is one cache per layer. Rows that belong to no sequence have
@@ -175,7 +210,12 @@ class Decoder:
         return self._normed(self._blocks(ids, batch, caches), torch.float32)
 
     def forward_rows(
-        self, ids: Tensor, batch: Batch, caches: Sequence[LayerCache], rows: Tensor, last: Tensor | None = None
+        self,
+        ids: Tensor,
+        batch: Batch,
+        caches: Sequence[LayerCache | StateCache],
+        rows: Tensor,
+        last: Tensor | None = None,
     ) -> Tensor:
         """Do the same as `forward`; return only `rows`, int64 [rows], as `logits` takes them.
 
@@ -188,7 +228,9 @@ class Decoder:
         (weight, eps), implementation = stream.norm, self.implementation
         return rms_norm(stream.residual, weight, eps, rows=rows, out_dtype=self.dtype, implementation=implementation)
 
-    def _blocks(self, ids: Tensor, batch: Batch, caches: Sequence[LayerCache], last: Tensor | None = None) -> Stream:
+    def _blocks(
+        self, ids: Tensor, batch: Batch, caches: Sequence[LayerCache | StateCache], last: Tensor | None = None
+    ) -> Stream:
         """Return the stream behind the last layer."""
         residual = embedding(
             ids, self.weights.embedding, scale=self.config.stream_scale, last=last, implementation=self.implementation
@@ -196,7 +238,12 @@ class Decoder:
         stream = Stream(residual, self._first_norm)
         stream = stream._replace(x=self._normed(stream, self.dtype))
         for layer, cache, (feed_norm, next_norm) in zip(self.weights.layers, caches, self._norms, strict=True):
-            stream = self._attend(layer.attention, stream, batch, cache, feed_norm)
+            if isinstance(cache, StateCache):
+                assert isinstance(layer.attention, DeltaNet)
+                stream = self._recur(layer.attention, stream, batch, cache, feed_norm)
+            else:
+                assert isinstance(layer.attention, Attention)
+                stream = self._attend(layer.attention, stream, batch, cache, feed_norm)
             stream = self._feed(layer.feed, stream, next_norm)
         return stream
 
@@ -226,6 +273,9 @@ class Decoder:
             for rows, linear in zip(products, layer.qkv, strict=True)
             for part in torch.split(rows, list(linear.sizes), 1)
         )
+        gate = None
+        if layer.gated:
+            q, gate = torch.split(q.view(q.shape[0], -1, 2 * layer.head_dim), layer.head_dim, 2)
         q = write_kv(
             q,
             k,
@@ -254,7 +304,43 @@ class Decoder:
             only_prompts=batch.only_prompts,
             implementation=self.implementation,
         )
+        if gate is not None:
+            heads = gate_heads(heads, gate, out_dtype=self.dtype, implementation=self.implementation)
         return self._joined(stream, heads.flatten(1), layer.out, layer.post_norm, next_norm)
+
+    def _recur(self, layer: DeltaNet, stream: Stream, batch: Batch, cache: StateCache, next_norm: NextNorm) -> Stream:
+        assert batch.states is not None
+        sizes = layer.sizes
+        x = self._normed(stream, self.dtype)
+        products = [self._linear(x, linear, lengths=stream.lengths) for linear in layer.inputs]
+        qkv, z, beta, alpha = (
+            part
+            for rows, linear in zip(products, layer.inputs, strict=True)
+            for part in torch.split(rows, list(linear.sizes), 1)
+        )
+        heads = gated_delta(
+            qkv,
+            beta,
+            alpha,
+            layer.conv,
+            layer.decay,
+            layer.bias,
+            cache,
+            batch.states,
+            batch.query_start_loc,
+            batch.seq_lens,
+            max_query_len=batch.max_query_len,
+            implementation=self.implementation,
+        )
+        gated_heads = gate_heads(
+            heads,
+            z.view(z.shape[0], -1, sizes.value_dim),
+            layer.head_norm,
+            self.config.norm_eps,
+            out_dtype=self.dtype,
+            implementation=self.implementation,
+        )
+        return self._joined(stream, gated_heads.flatten(1), layer.out, None, next_norm)
 
     def _feed(self, layer: Feed, stream: Stream, next_norm: NextNorm) -> Stream:
         if isinstance(layer, DenseAndExperts):

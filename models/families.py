@@ -50,6 +50,15 @@ class Names:
     expert_up: str
     expert_down: str
     layer_scale: str = ""  # the whole name: the factor of the stream behind a layer
+    delta_qkv: str = ""  # of gated delta nets
+    delta_z: str = ""
+    delta_beta: str = ""
+    delta_alpha: str = ""
+    delta_conv: str = ""  # the whole name, as of the next two
+    delta_decay: str = ""
+    delta_bias: str = ""
+    delta_norm: str = ""
+    delta_out: str = ""
     expert_gate_up: str = ""  # columns of gate and up alternate; all experts are one tensor, stored transposed
     # Of experts beside a dense network; the last three are whole names.
     dense_post_norm: str = ""
@@ -134,6 +143,7 @@ class Family:
     window_is_optional: bool = False  # by `use_sliding_window` and `max_window_layers`
     gguf_window: bool = False  # the window in a GGUF holds; llama.cpp ignores it for some families
     rope_every: int = 0  # every n-th layer has no rotation
+    delta: bool = False  # some layers are gated delta nets, and the results of attention have a gate
     routing: Routing = "softmax"
     normalised: bool = True  # the weights of a token's experts add up to 1, unless the configuration states otherwise
     gguf_names: Names = GGUF_NAMES
@@ -234,6 +244,40 @@ FAMILIES = (
             expert_scale="model.layers.{i}.router.per_expert_scale",
             expert_gate_then_up="model.layers.{i}.experts.gate_up_proj",
             expert_down="model.layers.{i}.experts.down_proj",
+        ),
+    ),
+    Family(
+        name="Qwen3.5",
+        gguf="qwen35",
+        folder=("qwen3_5_text", "qwen3_5"),
+        qk_norm=True,
+        norm_offset=1.0,
+        delta=True,
+        gguf_names=replace(
+            GGUF_NAMES,
+            feed_norm="blk.{i}.post_attention_norm",
+            attention_post_norm="",
+            delta_qkv="blk.{i}.attn_qkv",
+            delta_z="blk.{i}.attn_gate",
+            delta_beta="blk.{i}.ssm_beta",
+            delta_alpha="blk.{i}.ssm_alpha",
+            delta_conv="blk.{i}.ssm_conv1d.weight",
+            delta_decay="blk.{i}.ssm_a",
+            delta_bias="blk.{i}.ssm_dt.bias",
+            delta_norm="blk.{i}.ssm_norm",
+            delta_out="blk.{i}.ssm_out",
+        ),
+        folder_names=replace(
+            FOLDER_NAMES,
+            delta_qkv="model.layers.{i}.linear_attn.in_proj_qkv",
+            delta_z="model.layers.{i}.linear_attn.in_proj_z",
+            delta_beta="model.layers.{i}.linear_attn.in_proj_b",
+            delta_alpha="model.layers.{i}.linear_attn.in_proj_a",
+            delta_conv="model.layers.{i}.linear_attn.conv1d.weight",
+            delta_decay="model.layers.{i}.linear_attn.A_log",
+            delta_bias="model.layers.{i}.linear_attn.dt_bias",
+            delta_norm="model.layers.{i}.linear_attn.norm",
+            delta_out="model.layers.{i}.linear_attn.out_proj",
         ),
     ),
     Family(name="Phi-3", gguf="phi3", folder=("phi3",), gguf_names=replace(GGUF_NAMES, gate_up="blk.{i}.ffn_up")),

@@ -83,10 +83,11 @@ def gguf_local_rope(values: Values, family: Family, rope: RopeConfig, head_dim: 
     return RopeConfig(theta=values.number("rope.freq_base_swa", default=10_000.0), dim=dim, undivided=True)
 
 
-def folder_rope(values: Values, head_dim: int, context: int, *, local: bool) -> RopeConfig:
+def folder_rope(values: Values, head_dim: int, context: int, *, local: bool, sections: bool = False) -> RopeConfig:
     """Read the rotation of the layers with a window (`local`) or of the others, under its old or new names.
 
-    As in transformers, the old name, `rope_scaling`, has priority. An empty or null one counts as absent.
+    As in transformers, the old name, `rope_scaling`, has priority. An empty or null one counts as absent. With
+    `sections`, pictures may have positions of several numbers; those of text are equal, so they are one.
     """
     scaling, parameters = values.section("rope_scaling"), values.section("rope_parameters")
     nested = any(isinstance(parameters.get(layer_type), Mapping) for layer_type in LAYER_TYPES)
@@ -100,13 +101,13 @@ def folder_rope(values: Values, head_dim: int, context: int, *, local: bool) -> 
     if local and local_base is not None and not nested:
         parameters, theta = {}, values.number("rope_local_base_freq")
     rope = Values(parameters, values.source, defaults={"rope_theta": theta})
+    if rope.get("mrope_section") is not None and not sections:
+        raise ModelError("positions of images (mrope) are not supported")
     return _stretched(rope, values, head_dim, context)
 
 
 def _stretched(rope: Values, values: Values, head_dim: int, context: int) -> RopeConfig:
     kind = _rope_kind(rope.get("rope_type", "type") or "default")
-    if rope.get("mrope_section") is not None:
-        raise ModelError("positions of images (mrope) are not supported")
     partial = rope.number("partial_rotary_factor", default=values.number("partial_rotary_factor", default=1.0))
     # Phi-3 has the key beside the rope parameters as well, and that value applies
     name = "original_max_position_embeddings"

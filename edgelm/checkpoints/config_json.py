@@ -59,6 +59,19 @@ QWEN = {
     "sliding_window": 4096,
 }
 QWEN_2_AND_3 = {**QWEN, "num_key_value_heads": 32, "max_window_layers": 28}
+QWEN_3_5 = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "max_position_embeddings": 32_768,
+}
 GEMMA_4_EVERY = 6  # layers, of which the last has no window
 GEMMA_4 = {
     "num_attention_heads": 8,
@@ -151,6 +164,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "moe_intermediate_size": 768,
         "norm_topk_prob": False,
     },
+    "qwen3_5": QWEN_3_5,
+    "qwen3_5_text": QWEN_3_5,
     "gemma": {
         "num_attention_heads": 16,
         "num_key_value_heads": 16,
@@ -309,6 +324,22 @@ def cached_kv_heads(values: Values, shape: Shape) -> list[int]:
         if without or i >= shape.num_layers - num_shared or not shape.num_heads[i]:
             kv_heads[i] = 0
     return kv_heads
+
+
+def delta_state_bytes(values: Values, kv_heads: list[int]) -> int:
+    """Return the bytes of one sequence's state in all gated delta nets, which are the layers without KV heads."""
+    if values.get("linear_num_value_heads") is None:
+        return 0
+
+    def number(name: str, high: int) -> int:
+        return values.integer(f"linear_{name}", high=high, default=0)
+
+    width = number("num_value_heads", MAX_HEADS) * number("value_head_dim", MAX_HEAD_LEN)
+    key_len = number("key_head_dim", MAX_HEAD_LEN)
+    window = max(number("conv_kernel_dim", MAX_HEADS) - 1, 0) * (
+        2 * number("num_key_heads", MAX_HEADS) * key_len + width
+    )
+    return 4 * kv_heads.count(0) * (window + width * key_len)
 
 
 def folder_experts(values: Values, num_layers: int) -> Experts:

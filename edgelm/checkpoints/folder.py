@@ -18,6 +18,7 @@ from edgelm.checkpoints.config_json import (
     architecture_name,
     cached_kv_heads,
     decoder_values,
+    delta_state_bytes,
     folder_experts,
     folder_shape,
     layer_heads,
@@ -73,6 +74,7 @@ def folder_facts(model: Safetensors) -> ModelFacts:
         ),
         experts=experts.count,
         experts_used=max(experts.used),
+        state_bytes=delta_state_bytes(decoder_values(config), summary.kv_heads),
     )
 
 

@@ -152,6 +152,14 @@ class Sequence:
         return min((span.start for span in self.pictures if self.computed < span.start < end), default=end)
 
 
+class StateSpan(NamedTuple):
+    """How a chunk moves the state of recurrent layers in `slot`: from behind `start` tokens to behind `goal`."""
+
+    slot: int
+    start: int
+    goal: int
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Run `tokens` from number `start` on of a sequence, and sample the last `rows` of them."""
@@ -161,6 +169,7 @@ class Chunk:
     tokens: list[int]  # or LAST alone
     rows: int
     kv: tuple[int, ...] | int  # block table, or slot
+    state: StateSpan | None = None  # None: the model has none beside its KV
 
     @property
     def end(self) -> int:
@@ -181,6 +190,13 @@ class Copy(NamedTuple):
     src: int
     dst: int
     length: int
+
+
+class CopyState(NamedTuple):
+    """Copy the state of recurrent layers from one slot to another."""
+
+    src: int
+    dst: int
 
 
 class Trim(NamedTuple):
@@ -220,7 +236,7 @@ class Store(NamedTuple):
     shared: bool = False  # several conversations begin with it: it is deleted last
 
 
-Op = Copy | Trim | Save | Load | Drop | Store
+Op = Copy | CopyState | Trim | Save | Load | Drop | Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +336,9 @@ class ExecutorInfo:
     rollback_len: int = field(default=0, repr=False)
     can_trim: bool = True  # the KV of a sequence can be cut after any position
     can_copy: bool = True  # another sequence can share a prefix
+    # Slots for states of recurrent layers beside the KV of a block table, of running sequences and of prefixes; 0: the
+    # model has no such layers. Not in the repr.
+    num_states: int = field(default=0, repr=False)
     block_len: int = 0  # positions of a block, if a chunk's `kv` is a block table; 0: it is a slot
     keeps_all: bool = True  # the KV of a sequence loses no position while it grows; False: a prefix is reused whole
     # Equal requests with equal seeds get equal answers, to the last bit; `max_chunk` limits the tokens of a sequence in
@@ -401,6 +420,9 @@ class KVCache(Protocol):
 
     def kv_location(self, seq: Sequence) -> tuple[int, ...] | int:
         """Return where the KV of a sequence is, as chunks need it: its block table, or its slot."""
+
+    def state_span(self, seq: Sequence, start: int, num_tokens: int, rows: int) -> StateSpan | None:
+        """Return how a chunk moves the state of a sequence, and count that as done; None: there is none."""
 
     def commit(self, seq: Sequence) -> None:
         """Make the positions below `computed` final, and forget those after them."""

@@ -28,9 +28,22 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from edgelm.engine.core import Drop, ExecutorInfo, KVRegion, Load, OnSaving, Op, Save, Sequence, Snapshots, Store
+from edgelm.engine.core import (
+    Drop,
+    ExecutorInfo,
+    KVRegion,
+    Load,
+    OnSaving,
+    Op,
+    Save,
+    Sequence,
+    Snapshots,
+    StateSpan,
+    Store,
+)
 from edgelm.engine.prefixes import MIN_PREFIX_LEN, MIN_STORED_LEN, FileIndex
 from edgelm.engine.shared_prefixes import SHARED_SHARE, BranchPoints, SharedChains
+from edgelm.engine.state_slots import StateSlots
 
 BLOCK_LEN = 16
 SPARE_LEN = 16  # positions left to each running sequence when another one is admitted
@@ -87,6 +100,11 @@ class PagedKV:
         self._num_next: Counter[bytes] = Counter()  # how many reusable blocks continue a block, by its digest
         self._points = BranchPoints(min_stored_len)
         self._shared = SharedChains(int(num_blocks * shared_share))
+        num_saved = info.num_states - info.max_sequences
+        self._states = (
+            StateSlots(info.max_sequences, num_saved, block_len, info.max_draft + 1) if info.num_states else None
+        )
+        assert not (self._states and self._store), "states are not kept in files"
         self._keys = itertools.count()
         self._ops: list[Op] = []
         self._taken: tuple[Op, ...] = ()  # by the last step, which may have failed in the middle
@@ -122,6 +140,9 @@ class PagedKV:
         assert seq.kv is None
         assert seq.computed == 0
         hits = self._hits(seq)
+        digests = [self._digest(seq, index) for index in range(len(hits))] if self._states else []
+        if self._states:
+            hits = hits[: self._states.num_usable(digests)]
         if self._comes_soon(seq, len(hits)) or not self._has_room(seq, hits):
             return False
         for block in hits:
@@ -129,6 +150,8 @@ class PagedKV:
             self._idle_last.pop(block, None)
             self._refs[block] += 1
         seq.kv = self._tables[seq] = table = Table(seq, hits, len(hits))
+        if self._states:
+            self._ops += self._states.begin(seq, digests, len(hits))
         leaves_file = self._load_stored(table)
         self._note_shared(seq, table.num_full, leaves_file)
         seq.computed = table.num_full * self._block_len
@@ -145,12 +168,18 @@ class PagedKV:
         return True
 
     def chunk_end(self, seq: Sequence, end: int) -> int:
-        return end
+        return self._states.chunk_end(seq, end) if self._states else end
 
     def kv_location(self, seq: Sequence) -> tuple[int, ...]:
         table = self._table_of(seq)
         table.location = table.location or tuple(table.blocks)
         return table.location
+
+    def state_span(self, seq: Sequence, start: int, num_tokens: int, rows: int) -> StateSpan | None:
+        if self._states is None:
+            return None
+        self._save_state(seq, start)
+        return self._states.move(seq, start + num_tokens, num_tokens, rows)
 
     def commit(self, seq: Sequence) -> None:
         table = self._table_of(seq)
@@ -168,6 +197,11 @@ class PagedKV:
     def release(self, seq: Sequence) -> None:
         self.commit(seq)
         table = self._table_of(seq)
+        if self._states:
+            self._save_state(seq, seq.computed)
+            if not seq.computed:  # it failed
+                self._states.forget(self._chains.get(seq, []))
+            self._states.end(seq)
         self._cut(table, 0)
         del self._tables[seq]
         seq.kv, seq.computed = None, 0
@@ -176,6 +210,8 @@ class PagedKV:
         for seq in self._tables:
             seq.kv, seq.computed = None, 0
         self._tables.clear()
+        if self._states:
+            self._states.reset()
         num_blocks = len(self._refs)
         self._refs = [0] * num_blocks
         self._digests = [None] * num_blocks
@@ -217,8 +253,8 @@ class PagedKV:
 
     def _comes_soon(self, seq: Sequence, num_hits: int) -> bool:
         """Tell whether a running prompt is about to compute the next block of a sequence: waiting takes a step."""
-        if num_hits >= (len(seq.tokens) - 1) // self._block_len:
-            return False
+        if self._states or num_hits >= (len(seq.tokens) - 1) // self._block_len:
+            return False  # with states: the next block is of no use without one
         return any(
             table.num_full <= num_hits < len(table.seq.tokens) // self._block_len
             and self._digest(table.seq, num_hits) == self._digest(seq, num_hits)
@@ -236,6 +272,15 @@ class PagedKV:
         needed = self._num_blocks(len(seq.tokens) + 1) - len(hits)
         free = self._num_free - sum(self._refs[block] == 0 for block in hits)
         return needed + promised + spare <= free
+
+    # -- states ----------------------------------------------------------------------------------------------------
+
+    def _save_state(self, seq: Sequence, length: int) -> None:
+        """Save the state of a running sequence, if it is due, and behind no more than these tokens."""
+        assert self._states
+        position = self._states.is_due(seq)
+        if 0 < position <= length:
+            self._ops += self._states.save(seq, self._digest(seq, position // self._block_len - 1))
 
     # -- files -----------------------------------------------------------------------------------------------------
 

@@ -199,6 +199,9 @@ class SlotKV:
     def kv_location(self, seq: Sequence) -> int:
         return self._slot_of(seq).id
 
+    def state_span(self, seq: Sequence, start: int, num_tokens: int, rows: int) -> None:
+        return None  # llama.cpp keeps the states with the KV
+
     def commit(self, seq: Sequence) -> None:
         slot = self._slot_of(seq)
         self._end_chunk(slot)

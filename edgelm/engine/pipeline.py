@@ -82,6 +82,8 @@ class StepPipeline:
         try:
             return self._launch(ahead) if ahead else None
         except EdgeLMError as error:  # `step` is not affected, and a cause that persists fails the next step
+            if self._executor.info.num_states:  # but states may have moved
+                raise
             log.warning("a step could not be launched ahead: %s", error)
             return None
 

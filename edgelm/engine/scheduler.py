@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from edgelm.base.errors import EdgeLMError, EngineError, RequestError
 from edgelm.base.sampling import SamplingParams
@@ -155,7 +155,7 @@ class Scheduler:
         if fits and others:
             self._admit_from(self.next_up, chunks, room)
         assert chunks or not self.num_unfinished
-        return Step(tuple(chunks), self._kv.take_ops()) if chunks else None  # ops alone wait for a request
+        return self._step(chunks) if chunks else None  # ops alone wait for a request
 
     def plan_ahead(self, step: Step) -> Step | None:
         """Choose the step after one whose samples are not known; None: it depends on them.
@@ -178,9 +178,7 @@ class Scheduler:
         if not all(self._kv.grow(chunk.seq, chunk.end + 1) for chunk in staying):
             return None  # a sequence has to be preempted
         ahead = [Chunk(chunk.seq, chunk.end, [LAST], 1, self._kv.kv_location(chunk.seq)) for chunk in staying]
-        ops = self._kv.take_ops()
-        assert not ops
-        return Step(tuple(ahead))
+        return self._step(ahead)
 
     def commit(self, step: Step, sampled: list[list[Sampled]]) -> list[Event]:
         """Take the samples of a step; return an event for each sequence that has new tokens."""
@@ -341,6 +339,13 @@ class Scheduler:
         if missing > 1:
             room.prefill = room.prefill - length if length == missing else 0  # none is admitted after an unfinished one
         return fits
+
+    def _step(self, chunks: list[Chunk]) -> Step:
+        """Return the step of these chunks, none of which is given up any more: now states move."""
+        for place, chunk in enumerate(chunks):
+            if span := self._kv.state_span(chunk.seq, chunk.start, len(chunk.tokens), chunk.rows):
+                chunks[place] = replace(chunk, state=span)
+        return Step(tuple(chunks), self._kv.take_ops())
 
     def _propose(self, seq: Sequence, drafter: Drafter, room: _Room) -> list[int]:
         """Return a draft that fits the step, the context and the rest of the answer.

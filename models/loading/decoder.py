@@ -17,11 +17,22 @@ from torch import Tensor
 from edgelm.base.errors import ModelError
 from edgelm.checkpoints.gguf import GGUF
 from edgelm.checkpoints.safetensors import Safetensors
+from edgelm.kernels.delta_sizes import DeltaSizes
 from edgelm.kernels.layout import TILE, DenseWeight, Weight, fuse_gated, fuse_rows, same_planes
 from edgelm.kernels.matmul import Norm
 from edgelm.kernels.rope import Rope
 from edgelm.models.config import LayerConfig, ModelConfig, read_config
-from edgelm.models.decoder import Attention, Decoder, DenseAndExperts, Feed, FeedForward, Layer, Linear, Weights
+from edgelm.models.decoder import (
+    Attention,
+    Decoder,
+    DeltaNet,
+    DenseAndExperts,
+    Feed,
+    FeedForward,
+    Layer,
+    Linear,
+    Weights,
+)
 from edgelm.models.families import LAYER, UNUSED, decoder_name
 from edgelm.models.loading.sources import FolderSource, GGUFSource, WeightSource
 from edgelm.models.moe import Experts, Stack
@@ -101,7 +112,8 @@ class _Loader:
 
     def layer(self, i: int) -> Layer:
         layer = self._config.layers[i]
-        return Layer(self.attention(i, layer), self.feed(i, layer))
+        mixer = self.attention(i, layer) if layer.delta is None else self.delta_net(i, layer.delta)
+        return Layer(mixer, self.feed(i, layer))
 
     def feed(self, i: int, layer: LayerConfig) -> Feed:
         names = self._names
@@ -122,7 +134,7 @@ class _Loader:
         config, names = self._config, self._names
         head_dim = layer.head_dim
         q_rows, kv_rows = config.num_heads * head_dim, layer.num_kv_heads * head_dim
-        sizes = (q_rows, kv_rows, kv_rows)
+        sizes = (2 * q_rows if config.family.delta else q_rows, kv_rows, kv_rows)
         if self._has(names.qkv, i):
             qkv = [self._linear(names.qkv, i, sizes=sizes)]
         else:
@@ -143,6 +155,32 @@ class _Loader:
             v_norm=torch.ones(head_dim, device=self._device) if config.family.value_norm else None,
             sinks=sinks,
             post_norm=self._post_norm(names.attention_post_norm, i),
+            gated=config.family.delta,
+        )
+
+    def delta_net(self, i: int, sizes: DeltaSizes) -> DeltaNet:
+        names, heads = self._names, sizes.num_value_heads
+        inputs = [
+            self._linear(names.delta_qkv, i, sizes=(sizes.channels,)),
+            self._linear(names.delta_z, i, sizes=(sizes.value_width,)),
+            # a few rows, by which S shrinks and grows at each token: they stay exact
+            self._linear(names.delta_beta, i, sizes=(heads,), exact=True),
+            self._linear(names.delta_alpha, i, sizes=(heads,), exact=True),
+        ]
+        conv, decay = (names.delta_conv.format(i=i), names.delta_decay.format(i=i))
+        shapes = ((sizes.channels, sizes.window), (sizes.channels, 1, sizes.window))  # of a GGUF, of a folder
+        if self._shape(conv) not in shapes:
+            raise _wrong_shape(conv, self._shape(conv), f"{sizes.channels} x {sizes.window}")
+        factor = self._vector(decay, heads)
+        return DeltaNet(
+            norm=self.norm(names.attention_norm, i),
+            inputs=tuple(_fused(inputs)),
+            conv=self._source.vector(self._file_name(conv), self._device).view(shapes[0]),
+            decay=-factor.exp() if names.delta_decay.endswith("_log") else factor,
+            bias=self._vector(names.delta_bias.format(i=i), heads),
+            head_norm=self._vector(f"{names.delta_norm.format(i=i)}.weight", sizes.value_dim),
+            out=self._linear(names.delta_out, i, sizes=(self._config.hidden_size,), columns=sizes.value_width),
+            sizes=sizes,
         )
 
     def feed_forward(self, i: int, post_norm: str) -> FeedForward:

@@ -22,6 +22,7 @@ from edgelm.engine.core import (
     NOT_A_TOKEN,
     Chunk,
     Copy,
+    CopyState,
     Drop,
     ExecutorInfo,
     FinishReason,
@@ -397,6 +398,7 @@ class PagedMemory(FakeSnapshots):
         self._blocks = [[0] * block_len for _ in range(info.capacity // block_len)]
         for block in range(len(self._blocks)):
             self.poison(block)
+        self._states: dict[int, tuple[int, int]] = {}  # by slot: a length, and the entry before it
 
     def poison(self, block: int, first: int = 0) -> None:
         """Poison a block from an offset on."""
@@ -418,10 +420,25 @@ class PagedMemory(FakeSnapshots):
                 self.drop(key, lenient)
             case Store():
                 self.store(op)
+            case CopyState(src, dst):
+                assert src != dst
+                self._states[dst] = self._states[src]
             case _:
                 raise AssertionError(op)
 
     def check_step(self, step: Step) -> None:
+        spans = [chunk.state for chunk in step.chunks if chunk.state]
+        assert len(spans) == (len(step.chunks) if self._info.num_states else 0)
+        assert len({span.slot for span in spans}) == len(spans)
+        for chunk in step.chunks:
+            if span := chunk.state:
+                assert 0 <= span.start <= chunk.start
+                assert span.start < span.goal <= chunk.end
+                if span.start < chunk.start:  # tokens are computed again, from their kept inputs
+                    assert len(chunk.tokens) <= self._info.max_draft + 1
+                    assert chunk.end - span.start < 3 * (self._info.max_draft + 1)
+                if span.start:
+                    assert self._states[span.slot] == (span.start, self._at(self._table(chunk), span.start - 1))
         assert not self.snapshots, "a snapshot is only on its way to a file, or from one"
         tables = [self._table(chunk) for chunk in step.chunks]
         for chunk, table in zip(step.chunks, tables, strict=True):
@@ -435,6 +452,8 @@ class PagedMemory(FakeSnapshots):
         previous = self._at(table, position - 1) if position else ROOT
         block, offset = divmod(position, self._block_len)
         self._blocks[table[block]][offset] = entry_of(previous, token, position)
+        if chunk.state and position + 1 == chunk.end:
+            self._states[chunk.state.slot] = chunk.state.goal, self._at(table, chunk.state.goal - 1)
 
     def read(self, chunk: Chunk) -> list[int]:
         return [entry for block in self._table(chunk) for entry in self._blocks[block]][: chunk.end]

@@ -48,6 +48,7 @@ GGML, FOLDER = "models/loading/stored.py", "models/loading/quantized_folder.py"
 OF_GROUPED, OF_EMBEDDING = "tests/kernels/test_grouped.py", "tests/kernels/test_embedding.py"
 OF_GGML, OF_FOLDER = "tests/models/loading/test_stored.py", "tests/models/loading/test_quantized_folder.py"
 OF_ATTENTION = "tests/kernels/test_attention.py"
+DELTA, OF_DELTA = "kernels/delta/kernel.py", "tests/kernels/test_delta.py"
 
 MUTATIONS = [
     Mutation(
@@ -262,6 +263,11 @@ MUTATIONS = [
         ACTIVATION, "up is read one column too far", "up_at = width + at", "up_at = width + at + 1", OF_ACTIVATION
     ),
     Mutation(ROUTE, "of equal scores the higher id comes first", "(0x7FFFFFFF - expert)", "expert", OF_ROUTE),
+    Mutation(DELTA, "a state is moved over drafts, too", "if at + 1 == goal:", "if at + 1 == end:", OF_DELTA),
+    Mutation(
+        DELTA, "inputs before the step are not read", "(position < start) & (position >= 0)", "position < 0", OF_DELTA
+    ),
+    Mutation(DELTA, "tokens of a chunk do not correct each other", "range(CHUNK - 1)", "range(0)", OF_DELTA),
     Mutation(ROTATION, "a term of the cosine is missing", "for n in range(6)", "for n in range(4)", OF_ROTATION),
     Mutation(
         ROTATION,

@@ -35,6 +35,7 @@ from tests.models.tiny_models import (
 OMITTED = "omitted"  # stands for a key that is not in the file
 LENGTH = 41  # more than one block and more than three windows
 F32, F16, BF16 = 1e-4, 2e-3, 2e-2
+BF16_STATES = 5e-2  # states carry each rounding on; transformers is off by as much
 
 
 def decoder_of(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
@@ -95,7 +96,7 @@ def test_two_sequences_in_a_batch(name: str, decoders: Any) -> None:
         assert relative_error(got, expected(built(name), ids)) < F32
 
 
-@pytest.mark.parametrize("name", ["ministral3", "granite", "gemma4", "gemma4_moe"])
+@pytest.mark.parametrize("name", ["ministral3", "granite", "gemma4", "gemma4_moe", "qwen3_5"])
 def test_greedy_text(name: str, folders: Any) -> None:
     """64 tokens, one after the other, are those that transformers finds the most likely."""
     session, ids = Session(decoder_of(folders(name), context=96)), text(8, 12)
@@ -113,7 +114,8 @@ def test_bfloat16(name: str, folders: Any, monkeypatch: pytest.MonkeyPatch) -> N
     ids = text(LENGTH, 5)
     got = torch.cat([session.run({0: ids[:30]})[0], session.run({0: ids[30:]})[0]])
     # In six layers with experts some tokens go elsewhere; transformers in bfloat16 is 0.062 away from itself.
-    assert mean_relative_error(got, expected(built(name), ids)) < (3 * BF16 if name == "gemma4_moe" else BF16)
+    limit = {"gemma4_moe": 3 * BF16, "qwen3_5": BF16_STATES}.get(name, BF16)
+    assert mean_relative_error(got, expected(built(name), ids)) < limit
 
 
 @pytest.mark.parametrize("name", ["llama3", "phi3", "qwen3_moe", "gpt_oss", "gemma4_moe"])
@@ -125,7 +127,7 @@ def test_a_feed_forward_size_that_is_no_multiple_of_a_tile(name: str, tmp_path: 
     assert relative_error(got, expected(model, ids)) < F32
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma2", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama3", "gemma2", "qwen3_moe", "gpt_oss", "qwen3_5"])
 def test_padding_changes_nothing(name: str, decoders: Any) -> None:
     decoder = decoders(name)
     plain, padded = Session(decoder), Session(decoder)

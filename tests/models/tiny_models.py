@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edgelm.kernels.cache import BLOCK_LEN, FORMATS, allocate
+from edgelm.kernels.cache import BLOCK_LEN, FORMATS
 from edgelm.models.decoder import Batch, Decoder
 
 VOCAB = 96
+NUM_STATES = 8
 WINDOW = 12
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -102,6 +103,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     ),
+    "qwen3_5": (  # the last layer attends; value heads share keys, and are as wide as no other head
+        "qwen3_5_text",
+        {
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [3, 3, 2],
+                "mrope_interleaved": True,
+            },
+        },
+    ),
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"sliding_window": WINDOW, "query_pre_attn_scalar": 24}),
     "gemma3": (
@@ -173,7 +191,7 @@ def build(name: str, seed: int = 0, **changes: Any) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, tensor in model.named_parameters():
-            offset = name.startswith("gemma") and not name.startswith("gemma4")
+            offset = name in ("gemma", "gemma2", "gemma3") or (name == "qwen3_5" and "linear_attn" not in key)
             tensor.copy_(_random(key, tensor, generator, centre=0.0 if offset else 1.0))
             if name.startswith("gemma4") and key.endswith(("q_norm.weight", "k_norm.weight")):
                 tensor.mul_(0.4)  # nothing else scales the logits of attention
@@ -189,6 +207,8 @@ def _random(key: str, tensor: Tensor, generator: torch.Generator, centre: float)
         return centre + 0.2 * values
     if key.endswith("router.scale"):
         return (centre + 0.2 * values) * tensor.shape[-1] ** 0.5  # the router divides by that
+    if key.endswith("A_log"):  # states fade within a few tokens, or in a hundred
+        return values - 1.0
     if "bias" in key or "sinks" in key:
         return 0.5 * values
     gain = 4.0 if key.endswith(ROUTERS) else 1.0  # bfloat16 may choose another last expert, with a small weight
@@ -227,18 +247,7 @@ class Session:
     lengths: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        config = self.decoder.config
-        self.caches = [
-            allocate(
-                FORMATS[self.format],
-                self.num_blocks,
-                layer.num_kv_heads,
-                layer.head_dim,
-                self.decoder.device,
-                self.cache_dtype,
-            )
-            for layer in config.layers
-        ]
+        self.caches = self.decoder.new_caches(FORMATS[self.format], self.num_blocks, NUM_STATES, self.cache_dtype)
         order = torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(7))
         self._free = order.tolist()
 
@@ -247,7 +256,7 @@ class Session:
 
         `padding`: so many rows and sequences more, which are nobody's, as in a CUDA graph of fixed sizes.
         """
-        ids, positions, slots, starts = [], [], [], [0]
+        ids, positions, slots, starts, states = [], [], [], [0], []
         for sequence, tokens in chunks.items():
             table = self.tables.setdefault(sequence, [])
             first = self.lengths.get(sequence, 0)
@@ -258,6 +267,7 @@ class Session:
             positions += range(first, end)
             slots += [table[p // BLOCK_LEN] * BLOCK_LEN + p % BLOCK_LEN for p in range(first, end)]
             starts.append(len(ids))
+            states.append([sequence, first, end])
         width = max(len(self.tables[sequence]) for sequence in chunks)
         padded = [self.tables[sequence] + [0] * (width - len(self.tables[sequence])) for sequence in chunks]
         lengths = [self.lengths[sequence] for sequence in chunks]
@@ -268,6 +278,7 @@ class Session:
             query_start_loc=torch.tensor(starts + starts[-1:] * padding, dtype=torch.int32),
             seq_lens=torch.tensor(lengths + [0] * padding, dtype=torch.int32),
             max_query_len=max(map(len, chunks.values())),
+            states=torch.tensor(states + [[0, 0, 0]] * padding, dtype=torch.int32),
         )
         ids += [0] * padding
         with torch.no_grad():

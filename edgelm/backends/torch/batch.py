@@ -6,7 +6,8 @@ device may still be copying the last one. Knows nothing of the model.
 
     tokens     ids, positions, slot_mapping              padding has slot -1, which is not written
     rows       indices of the sampled tokens             padding repeats the first token
-    sequences  query_start_loc, seq_lens, block_tables   padding has no queries and length 0
+    sequences  query_start_loc, seq_lens, states,        padding has no queries and length 0
+               block_tables
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from edgelm.engine.core import LAST, Chunk, Step
+from edgelm.engine.core import LAST, Chunk, StateSpan, Step
 from edgelm.kernels.attention import VERIFY_LEN
 from edgelm.models.decoder import Batch
 
 NO_SLOT = -1
+NO_STATE = StateSpan(0, 0, 0)
 ALIGNMENT = 16  # bytes, of each tensor: kernels are compiled for it
 NO_ROWS: Mapping[int, int] = MappingProxyType({})
 
@@ -108,6 +110,7 @@ class StepBuffers:
                 block_tables=fields.block_tables[: bucket.sequences],
                 query_start_loc=fields.query_start_loc[: bucket.sequences + 1],
                 seq_lens=fields.seq_lens[: bucket.sequences],
+                states=fields.states[: bucket.sequences],
                 max_query_len=bucket.max_query_len,
                 only_prompts=bucket.only_prompts,
             ),
@@ -119,7 +122,7 @@ class StepBuffers:
         positions: list[int] = []
         slots: list[int] = []
         rows: list[int] = []
-        query_start_loc, seq_lens = [0], []
+        query_start_loc, seq_lens, states = [0], [], []
         for index, chunk in enumerate(step.chunks):
             assert isinstance(chunk.kv, tuple)
             if chunk.tokens[0] == LAST:
@@ -132,6 +135,7 @@ class StepBuffers:
             rows += range(len(ids) - chunk.rows, len(ids))
             query_start_loc.append(len(ids))
             seq_lens.append(chunk.end)
+            states.append(chunk.state or StateSpan(index, chunk.start, chunk.end))
         padding, padding_seqs = bucket.tokens - len(ids), bucket.sequences - len(step.chunks)
         fields = host.arrays
         fields.ids[: bucket.tokens] = ids + [0] * padding
@@ -140,6 +144,7 @@ class StepBuffers:
         fields.rows[: bucket.rows] = rows + [0] * (bucket.rows - len(rows))
         fields.query_start_loc[: bucket.sequences + 1] = query_start_loc + [len(ids)] * padding_seqs
         fields.seq_lens[: bucket.sequences] = seq_lens + [0] * padding_seqs
+        fields.states[: bucket.sequences] = states + [NO_STATE] * padding_seqs
 
     def _slots(self, chunk: Chunk) -> list[int]:
         """Return the slot of each token of a chunk: block * block_len + offset."""
@@ -167,6 +172,7 @@ class _Arrays(NamedTuple):
     positions: NDArray[np.int32]  # [tokens]
     query_start_loc: NDArray[np.int32]  # [sequences + 1]
     seq_lens: NDArray[np.int32]  # [sequences]
+    states: NDArray[np.int32]  # [sequences, 3]
     block_tables: NDArray[np.int32]  # [sequences, blocks]
 
 
@@ -183,6 +189,7 @@ class _Fields:
             ((max_tokens,), torch.int32),
             ((max_sequences + 1,), torch.int32),
             ((max_sequences,), torch.int32),
+            ((max_sequences, 3), torch.int32),
             ((max_sequences, max_blocks), torch.int32),
         )
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in fields]
@@ -193,7 +200,7 @@ class _Fields:
             for offset, size, (shape, dtype) in zip(offsets, sizes, fields, strict=True)
         ]
         self.slot_mapping, self.rows, self.ids, self.positions = views[:4]
-        self.query_start_loc, self.seq_lens, self.block_tables = views[4:]
+        self.query_start_loc, self.seq_lens, self.states, self.block_tables = views[4:]
         if device.type == "cpu":
             self.arrays = _Arrays(*(view.numpy() for view in views))
         self._block_tables_offset = offsets[-1]

@@ -84,6 +84,7 @@ def build_torch(
     torch.set_num_threads(settings.threads or usable_cores().physical)
     tokenizer = tokenizer_of(model)
     with open_model(draft) if draft else nullcontext() as small:
+        _require_drafting(small)
         planned, sequences, step_tokens = _plan(model, small, job, device)
         option = planned.require()
         settings = replace(settings, parallel=sequences)
@@ -128,6 +129,13 @@ def build_torch(
     make_embedder = partial(TorchEmbedder, decoder, summary.pooling, executor.info.context)
     engine = Engine(executor, scheduler, clock, make_embedder=make_embedder).start()
     return LoadedModel(model.name, engine, tokenizer, prompt_tokens, planned.footprint(device), summary.kind)
+
+
+def _require_drafting(draft: OpenedModel | None) -> None:
+    """Raise ModelError for a draft model that cannot go back to an earlier position."""
+    if draft and draft.facts.state_bytes:
+        message = f"{draft.name} cannot draft with the torch engine: its recurrent layers cannot go back"
+        raise ModelError(message, "omit --draft: n-gram drafting is on")
 
 
 def _plan(model: OpenedModel, draft: OpenedModel | None, job: EngineJob, device: str) -> TorchPlan:
@@ -271,8 +279,8 @@ def _snapshot_folder(
 ) -> SnapshotFolder | None:
     """Return the folder of a model's snapshots; None where the settings forbid it, or the files cannot be read."""
     bounds = Bounds.of(settings)
-    if not bounds.max_bytes:
-        return None
+    if not bounds.max_bytes or any(layer.delta for layer in decoder.config.layers):
+        return None  # states of recurrent layers are in no file
     facts: list[object] = [STATE_FORMAT, device_name(decoder.device), option.kv, BLOCK_LEN, settings.quantize]
     if settings.repeatable:
         facts.append("repeatable")

@@ -19,7 +19,8 @@ from edgelm.base.errors import EngineError
 from edgelm.base.machine.memory import available_memory_bytes
 from edgelm.engine.core import EmbedderInfo, Pooling
 from edgelm.kernels.attention import VERIFY_LEN
-from edgelm.kernels.cache import BLOCK_LEN, FORMATS, LayerCache, allocate
+from edgelm.kernels.cache import BLOCK_LEN, FORMATS, LayerCache
+from edgelm.kernels.delta import StateCache
 from edgelm.models.decoder import Batch, Decoder
 
 FIRST_SIZE = 512  # positions of the first cache
@@ -43,7 +44,7 @@ class TorchEmbedder:
         self._decoder: Decoder | None = decoder
         self._pooling = pooling
         self._device = decoder.device
-        self._caches: list[LayerCache] = []
+        self._caches: list[LayerCache | StateCache] = []
         self._size = 0  # blocks
         self._places = _Places((), ())
         self._info = EmbedderInfo(width=decoder.config.hidden_size, context=context, max_inputs=MAX_INPUTS)
@@ -90,6 +91,7 @@ class TorchEmbedder:
                 seq_lens=tensor(ends),
                 max_query_len=max(lengths),
                 only_prompts=min(lengths) > VERIFY_LEN,
+                states=tensor([(piece.seq, piece.start, end) for piece, end in zip(pieces, ends, strict=True)]),
             )
             hidden: NDArray[np.float32] = self._decoder.forward(tensor(ids), batch, self._caches).cpu().numpy()
         return hidden
@@ -114,7 +116,5 @@ class TorchEmbedder:
                 "send shorter texts, or close other programs",
             )
         with gpu_errors():
-            self._caches = [
-                allocate(FORMATS[KV], size, layer.num_kv_heads, layer.head_dim, self._device, dtype) for layer in layers
-            ]
+            self._caches = self._decoder.new_caches(FORMATS[KV], size, MAX_INPUTS, dtype)
         self._size = size

@@ -26,6 +26,7 @@ from edgelm.backends.torch.compiling import compile_kernels
 from edgelm.backends.torch.failures import OutOfMemoryError, gpu_errors
 from edgelm.backends.torch.graph_sizes import SIZES
 from edgelm.backends.torch.graphs import Graphs
+from edgelm.backends.torch.memory import num_states
 from edgelm.backends.torch.sampler import DeviceSampler, Launch, RowRequest
 from edgelm.base.errors import DeviceError, SnapshotError
 from edgelm.engine.core import (
@@ -33,6 +34,7 @@ from edgelm.engine.core import (
     NOT_A_TOKEN,
     Chunk,
     CompletedSamples,
+    CopyState,
     Drop,
     ExecutorInfo,
     Heads,
@@ -48,7 +50,8 @@ from edgelm.engine.core import (
 from edgelm.engine.sampling.history import Histories
 from edgelm.engine.sampling.host import HostSampler, accepted_rows, first_position
 from edgelm.kernels.attention import VERIFY_LEN
-from edgelm.kernels.cache import BLOCK_LEN, FORMATS, KVFormat, LayerCache, allocate
+from edgelm.kernels.cache import BLOCK_LEN, FORMATS, KVFormat, LayerCache
+from edgelm.kernels.delta import RING, StateCache
 from edgelm.kernels.gpu_target import target_of
 from edgelm.kernels.matmul import ROWS
 from edgelm.kernels.tuning import TABLE
@@ -105,6 +108,7 @@ class TorchExecutor:
             max_draft=VERIFY_LEN - 1,
             max_chunk=VERIFY_LEN if options.repeatable else 0,
             repeatable=options.repeatable,
+            num_states=num_states(options.max_sequences) if any(layer.delta for layer in config.layers) else 0,
             block_len=BLOCK_LEN,
             runs_ahead=device.type == "cuda" if options.runs_ahead is None else options.runs_ahead,
             kv_bytes_per_token=sum(
@@ -117,7 +121,7 @@ class TorchExecutor:
         self._histories = Histories()
         self._host_tokens = torch.full((options.max_rows,), NOT_A_TOKEN)  # the last samples of the host sampler
         self._last_rows = NO_ROWS  # of the previous step, by sequence id
-        self._caches: list[LayerCache] = []
+        self._caches: list[LayerCache | StateCache] = []
         self._buffers: StepBuffers | None = None
         self._graphs: Graphs | None = None
         self._splits_steps = False  # not while loading: there, a smaller context is better
@@ -130,13 +134,10 @@ class TorchExecutor:
         self._splits_steps = True
 
     def _allocate(self, decoder: Decoder, options: TorchOptions, cache_format: KVFormat, reports: Reports) -> None:
-        config, device = decoder.config, decoder.device
+        device = decoder.device
         num_blocks = options.capacity // BLOCK_LEN
         with gpu_errors():
-            for layer in config.layers:
-                self._caches.append(
-                    allocate(cache_format, num_blocks, layer.num_kv_heads, layer.head_dim, device, torch.float16)
-                )
+            self._caches = decoder.new_caches(cache_format, num_blocks, self._info.num_states, torch.float16)
             self._buffers = StepBuffers(
                 max_tokens=options.max_tokens,
                 max_sequences=options.max_sequences,
@@ -177,7 +178,7 @@ class TorchExecutor:
 
         assert self._decoder is not None
         with recording() as needed:
-            for step in warm_up_steps(self._decoder, self._caches, self._info):
+            for step in warm_up_steps(self._decoder, self._kv_caches, self._info):
                 self.forward(step)
                 self.sample(step, None)  # not read: no kernel wrote it
                 reports.alive()
@@ -235,7 +236,7 @@ class TorchExecutor:
         from edgelm.backends.torch.warm_up import warm_up_steps  # it imports Triton, which the CPU does without
 
         assert self._decoder is not None
-        for step in warm_up_steps(self._decoder, self._caches, self._info):
+        for step in warm_up_steps(self._decoder, self._kv_caches, self._info):
             self.forward(step)
             self.sample(step, None).read()
             reports.alive()
@@ -262,7 +263,7 @@ class TorchExecutor:
             self._logits = self._forward(step)
             return
         except OutOfMemoryError as error:
-            if not self._splits_steps:
+            if not self._splits_steps or self._info.num_states:  # states cannot be moved a second time
                 raise
             message = error.message
         # Here and not above, where the error would keep the memory of the first try.
@@ -338,7 +339,13 @@ class TorchExecutor:
         return self._decoder.logits(hidden, out)
 
     def _apply(self, op: Op) -> None:
-        """Save, load or store blocks. Raises SnapshotError for a state that cannot be loaded."""
+        """Copy a state; save, load or store blocks. Raises SnapshotError for a state that cannot be loaded."""
+        if isinstance(op, CopyState):
+            with gpu_errors(), torch.inference_mode():
+                for cache in self._caches:
+                    if isinstance(cache, StateCache):
+                        cache.copy(op.src, op.dst)
+            return
         assert self._snapshots is not None
         match op:
             case Save(tuple(blocks), key):
@@ -347,7 +354,7 @@ class TorchExecutor:
                 state = self._snapshots.get(key)
                 try:
                     with gpu_errors(), torch.inference_mode():
-                        load_blocks(self._caches, state, blocks, first)
+                        load_blocks(self._kv_caches, state, blocks, first)
                 except SnapshotError:
                     self._snapshots.refuse(key)
                     raise
@@ -358,15 +365,19 @@ class TorchExecutor:
             case _:
                 raise AssertionError(op)
 
+    @property
+    def _kv_caches(self) -> list[LayerCache]:
+        return [cache for cache in self._caches if isinstance(cache, LayerCache)]
+
     def _save(self, blocks: tuple[int, ...], key: int) -> None:
         """Copy blocks to the host, if there is room."""
         assert self._snapshots is not None
-        size = len(blocks) * block_bytes(self._caches)
+        size = len(blocks) * block_bytes(self._kv_caches)
         state = self._snapshots.new_state(size)
         if state is None:
             return
         with gpu_errors(), torch.inference_mode():
-            save_blocks(self._caches, blocks, state)
+            save_blocks(self._kv_caches, blocks, state)
         self._snapshots.put(key, state)
 
     def _requests(self, step: Step) -> Iterator[RowRequest]:
@@ -383,6 +394,11 @@ class TorchExecutor:
         for chunk in step.chunks:
             assert isinstance(chunk.kv, tuple)
             assert chunk.start >= 0
+            if self._info.num_states and (state := chunk.state):
+                assert 0 <= state.slot < self._info.num_states
+                assert chunk.end - RING // 2 - VERIFY_LEN < state.start <= chunk.start or state.start == chunk.start
+                assert state.start < state.goal <= chunk.end
+                assert state.goal == chunk.end or len(chunk.tokens) <= VERIFY_LEN
             assert chunk.end <= min(self._info.context, len(chunk.kv) * BLOCK_LEN)
             assert chunk.tokens == [LAST] or all(0 <= token < self._info.num_vocab for token in chunk.tokens)
 

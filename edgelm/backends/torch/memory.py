@@ -53,6 +53,7 @@ STEP_TOKENS = {"cuda": 1024, "cpu": 512}  # large, since a step of more than a f
 SMALL_STEP = 512  # tokens, where memory is short
 LAYER_SECONDS = {"cuda": 12e-6, "cpu": 2e-3}  # per layer, in addition to reading its weights
 STEP_SECONDS = 0.2e-3
+RING = 64  # inputs of a token that a recurrent layer keeps for each sequence (kernels/delta)
 MAX_CODED_HEAD = 256  # heads of 512 (Gemma 4): int8 spills 76 registers on sm_90, k6v4 432
 
 
@@ -130,7 +131,28 @@ class TorchMemory:
         return ()
 
     def kv_bytes(self, kv: str, context: int) -> int:
-        return int(self.kv_bytes_per_token(kv) * capacity(context, self._sequences))
+        states = num_states(self._sequences) * self._state_bytes
+        return int(self.kv_bytes_per_token(kv) * capacity(context, self._sequences)) + states
+
+    @cached_property
+    def _state_bytes(self) -> int:
+        """Return the bytes of one sequence's state in all recurrent layers: matrices, and the inputs of RING tokens."""
+        if not self._model.state_bytes:
+            return 0
+        size = 2 if self._device == "cuda" else 4  # of an activation
+        widths = {
+            "ssm_conv1d.weight": 1,
+            "conv1d.weight": 1,
+            "ssm_a": 2,
+            "A_log": 2,
+        }  # of convolutions, of beta and alpha
+        numbers = sum(
+            tensor.shape[-1] * parts
+            for tensor in self._model.tensors
+            for end, parts in widths.items()
+            if tensor.name.endswith(f".{end}")
+        )
+        return self._model.state_bytes + RING * numbers * size
 
     def workspace_bytes(self, kv: str, context: int) -> int:
         vocab_size = max(self._model.summary.vocab_size, 1)
@@ -153,7 +175,7 @@ class TorchMemory:
 
     def token_seconds(self, machine: MachineMemory, kv: str, context: int) -> float:
         """Estimate the seconds of decoding one token of one sequence, after `context` tokens."""
-        read = self.weights.read_per_token + context * self.kv_bytes_per_token(kv)
+        read = self.weights.read_per_token + context * self.kv_bytes_per_token(kv) + 2 * self._state_bytes
         return read / machine.read_bytes_per_s + LAYER_SECONDS[self._device] * self._model.summary.layers + STEP_SECONDS
 
     @property
@@ -310,6 +332,11 @@ def head_bytes(kv: str, head_dim: int) -> int:
 def capacity(context: int, sequences: int) -> int:
     """Return the number of allocated positions: whole blocks, and one more for the last block of each sequence."""
     return (-(-context // BLOCK_LEN) + sequences) * BLOCK_LEN
+
+
+def num_states(sequences: int) -> int:
+    """Return the number of slots for states: of sequences that run, and of as many prefixes, at least 4."""
+    return sequences + max(sequences, 4)
 
 
 def num_chunks(length: int) -> int:

@@ -29,13 +29,14 @@ from edgelm.backends.torch.trial import nan_filled
 from edgelm.base.errors import EngineError
 from edgelm.base.sampling import SamplingParams
 from edgelm.checkpoints.gguf import GGUF
-from edgelm.engine.core import LAST, Chunk, Step
+from edgelm.engine.core import LAST, Chunk, StateSpan, Step
 from edgelm.engine.core import Sequence as TokenSequence
 from edgelm.engine.sampling.history import History
 from edgelm.kernels import cache as kv_cache
 from edgelm.kernels.cache import LayerCache
 from edgelm.kernels.cache.quantize import GROUP
 from edgelm.kernels.choice import Implementation, observed_by
+from edgelm.kernels.delta import StateCache
 from edgelm.kernels.layout import DenseWeight, PackedWeight
 from edgelm.kernels.sampling import Answer
 from edgelm.models.config import ModelConfig, read_config
@@ -54,6 +55,7 @@ VERIFIED = 5
 # Of the difference, relative to the largest value, and to the root mean square, for all elements together: beside the
 # bounds of check_bounds.py. A correct kernel differs by the rounding of 16-bit numbers (2**-8) and of sums; a code of 4
 # bits that is off by one, by 1/8 of the largest value.
+WRITERS = frozenset({"write_kv", "gated_delta"})  # ops that change a cache
 LIMITS = {"write_kv": (0.2, 2.0**-6)}
 LIMIT = 2.0**-4, 2.0**-6
 
@@ -115,7 +117,7 @@ class Comparison:
     def _compare(
         self, key: tuple[str, str], chosen: tuple[object, ...], kernel: Run, plain: Run, *args: Any, **named: Any
     ) -> object:
-        written = [arg for arg in args if isinstance(arg, LayerCache)] if key[0] == "write_kv" else []
+        written = [arg for arg in args if isinstance(arg, LayerCache | StateCache)] if key[0] in WRITERS else []
         out = named.get("out", args[-1] if key[0] == "attention" else None)
         before = [{name: plane.clone() for name, plane in cache.planes.items()} for cache in written]
         if isinstance(out, Tensor):
@@ -150,15 +152,18 @@ class Comparison:
         return kernel(*args, **named)
 
 
-def _results(op: str, result: object, out: object, written: Sequence[LayerCache]) -> list[Tensor]:
+def _results(op: str, result: object, out: object, written: Sequence[LayerCache | StateCache]) -> list[Tensor]:
     """Return copies of all that an op has computed."""
     if isinstance(out, Tensor):
         tensors: tuple[Any, ...] = (out,)
     else:
         tensors = result if isinstance(result, tuple) else (result,)
-    blocks = [torch.arange(cache.num_blocks, device=cache.device) for cache in written]
-    for cache, all_blocks in zip(written, blocks, strict=True):
-        tensors += kv_cache.read(cache, all_blocks, cache.num_blocks * kv_cache.BLOCK_LEN)
+    for cache in written:
+        if isinstance(cache, StateCache):
+            tensors += tuple(cache.planes.values())
+        else:
+            all_blocks = torch.arange(cache.num_blocks, device=cache.device)
+            tensors += kv_cache.read(cache, all_blocks, cache.num_blocks * kv_cache.BLOCK_LEN)
     if op == "sample":  # what was not asked for is not written
         tensors = tuple(answers[:, Answer.TOKEN] for answers in tensors)
     return [tensor.clone() for tensor in tensors]
@@ -306,6 +311,7 @@ class _Walk:
     def __init__(self, number: int, num_vocab: int, params: SamplingParams | None = None) -> None:
         self._seq = TokenSequence(-1 - number, [0], 1, params or SamplingParams())
         blocks = CONTEXT // kv_cache.BLOCK_LEN
+        self._slot = number
         self._blocks = tuple(range(number * blocks, (number + 1) * blocks))
         self._generator = torch.Generator().manual_seed(number)
         self._num_vocab = num_vocab
@@ -315,7 +321,7 @@ class _Walk:
         tokens = torch.randint(0, self._num_vocab, (num_tokens,), generator=self._generator).tolist()
         start, self._computed = self._computed, self._computed + num_tokens
         used = self._blocks[: -(-self._computed // kv_cache.BLOCK_LEN)]
-        return Chunk(self._seq, start, tokens, rows, used)
+        return Chunk(self._seq, start, tokens, rows, used, StateSpan(self._slot, start, self._computed))
 
 
 def _sample(logits: Tensor) -> None:

@@ -159,6 +159,9 @@ def open_source(folder: Path, to: Target, resources: ExitStack, change: Change |
         layout = plan_encoder(config, reader, to)
     else:
         config = read_config(document)
+        if config.family.delta:
+            message = f"models of {config.family.name} cannot be converted"
+            raise ModelError(message, "run the folder itself, or take a GGUF of the same model")
         layout = plan_layout(config, reader, to)
     num_rows = next(tensor.shape[0] for tensor in layout.tensors if tensor.name == "token_embd.weight")
     vocabulary = read_vocabulary(read_tokenizer_files(folder), num_rows)

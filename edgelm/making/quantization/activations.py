@@ -75,7 +75,7 @@ class Calibration:
         batch = self._batch
         if len(streams) < self._per_batch:  # the last one
             batch = self._prepared(len(streams))
-        cache = self._cache_of(runner.layer.attention, batch)
+        cache = self._cache_of(attention_of(runner.layer), batch)
         with torch.no_grad():
             result = runner.run(streams.flatten(0, 1).to(self._device), batch, cache)
         return result.view_as(streams).to(streams.device)
@@ -110,9 +110,15 @@ class Calibration:
         )
 
 
+def attention_of(layer: Layer) -> Attention:
+    """Return the attention of a layer; models with other layers are refused before (int4_plan.py)."""
+    assert isinstance(layer.attention, Attention)
+    return layer.attention
+
+
 def dense(layer: Layer) -> Layer:
     """Return a layer whose quantized matrices are plain numbers, so that they are unpacked once."""
-    attention, feed = layer.attention, layer.feed
+    attention, feed = attention_of(layer), layer.feed
     attention = replace(attention, qkv=_dense_all(attention.qkv), out=_dense(attention.out))
     assert not isinstance(feed, DenseAndExperts), "int4_plan refuses these"
     if isinstance(feed, FeedForward):
@@ -138,7 +144,7 @@ class _Runner(Decoder):
         self.layer = layer
         self._statistics = statistics
         self._places: dict[Linear, Place] = {
-            layer.attention.qkv[0]: Place("attention_in"),  # if they are several, they have the same input
+            attention_of(layer).qkv[0]: Place("attention_in"),  # if they are several, they have the same input
             layer.attention.out: Place("attention_out"),
         }
         if isinstance(layer.feed, FeedForward):
@@ -149,7 +155,7 @@ class _Runner(Decoder):
         """Return the residual stream after the layer, float32 [tokens, hidden_size]."""
         after = NextNorm(self.layer.feed.norm, fused=False)
         stream = Stream(residual, self.layer.attention.norm)
-        stream = self._attend(self.layer.attention, stream, batch, cache, after)
+        stream = self._attend(attention_of(self.layer), stream, batch, cache, after)
         return self._feed(self.layer.feed, stream, after).residual
 
     def _linear(

@@ -66,6 +66,9 @@ def plan_folder(model: Safetensors, config: Mapping[str, Any], job: Int4Job) -> 
         label = quantization_label(section)
         raise ModelError(f"{model.name} is quantized already ({label})", SOURCES)
     decoder = read_config(config)
+    if decoder.family.delta:
+        message = f"the linear attention of {decoder.family.name} cannot be quantized beforehand"
+        raise ModelError(message, "run the folder with --quantize int4, or take its GGUF")
     if (decoder.names.expert_gate_up or decoder.names.expert_gate_then_up) and decoder.experts:
         message = f"the experts of {decoder.family.name} are one tensor, for which the packed layout has no form"
         own = decoder.family.gguf == "gpt-oss"

@@ -15,12 +15,14 @@ from edgelm.backends.torch import sampler as device
 from edgelm.backends.torch.graph_sizes import SIZES, VERIFY_LEN, graph_sizes
 from edgelm.backends.torch.memory import (
     BLOCK_LEN,
+    RING,
     SAMPLED_ROWS,
     TorchMemory,
     capacity,
     chunk_sum_bytes,
     head_bytes,
     num_chunks,
+    num_states,
     plan_for_torch,
     sampler_bytes,
     split_sum_bytes,
@@ -31,11 +33,14 @@ from edgelm.base.config import Settings
 from edgelm.base.kv_modes import TORCH_KV
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.summary import model_facts
-from edgelm.kernels import cache
+from edgelm.kernels import cache, delta
 from edgelm.kernels.layout import DenseWeight, PackedWeight, Weight, planes
 from edgelm.kernels.matmul import ROWS
+from edgelm.models.config import read_config
+from edgelm.models.loading.decoder import load
 from edgelm.models.loading.sources import GGUFSource
 from tests.bench.gpu_plans import CONTEXT_BYTES, QWEN3_8B, QWEN3_14B, Model, write_header
+from tests.odd_models import write_odd
 from tests.tiny import write_tiny
 
 GIB = 2**30
@@ -277,6 +282,18 @@ def test_codes_are_refused_for_heads_that_spill(tmp_path: Path) -> None:
 def test_capacity_holds_the_context_and_a_block_for_each_sequence() -> None:
     assert capacity(100, 3) == (4 + 3) * BLOCK_LEN
     assert torch.tensor(capacity(8192, 8)).item() % BLOCK_LEN == 0
+
+
+def test_states_are_counted(tmp_path: Path) -> None:
+    with open_gguf(write_odd(tmp_path / "m.gguf", "qwen35")) as gguf:
+        facts = model_facts(gguf)
+        decoder = load(read_config(gguf.metadata), GGUFSource(gguf), "cpu", torch.float32, "reference")
+    slots = num_states(2)
+    caches = decoder.new_caches(cache.FORMATS["f16"], capacity(256, 2) // BLOCK_LEN, slots, torch.float16)
+    real = sum(plane.nbytes for one in caches for plane in one.planes.values())
+    predicted = TorchMemory(facts, sequences=2, device="cpu").kv_bytes("f16", 256)
+    assert RING == delta.RING
+    assert real <= predicted <= 1.03 * real
 
 
 def test_where_memory_is_short_steps_are_shorter_and_then_fewer_sequences_run(tmp_path: Path) -> None:

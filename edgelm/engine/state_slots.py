@@ -1,0 +1,113 @@
+"""StateSlots: which slots hold the states of recurrent layers, of running sequences and of prefixes.
+
+Owns integers. A state is that behind one position, so a prefix is reusable where its KV blocks are cached and the state
+behind one of them is saved: a copy in a slot of its own. Saved are the states at save points of prompts, as for
+llama.cpp (save_points.py), and of each answer the one behind its last full block. Knows nothing of tensors or blocks.
+
+A state cannot go back, and a drafted token may be rejected. So a step moves a state over certain tokens only, and the
+next step computes the accepted ones again: at most 15. It moves it no further than to the end of a block, so that the
+next step can begin with its copy: then it lacks at most 15 more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from edgelm.engine.core import CopyState, Sequence, StateSpan
+from edgelm.engine.save_points import save_points
+
+
+@dataclass(eq=False, slots=True)
+class _State:
+    """The state of one running sequence. `position` is where it is behind the steps that were planned."""
+
+    slot: int
+    position: int
+    save_at: list[int] = field(default_factory=list)  # ends of blocks of the prompt, ascending
+    saved: bytes | None = None  # the digest of the last one saved of the answer
+
+
+class StateSlots:
+    """The slots of `num_running` running sequences, and of `num_saved` prefixes."""
+
+    def __init__(self, num_running: int, num_saved: int, block_len: int, max_rows: int) -> None:
+        """Take `max_rows`: a chunk of so many tokens may leave the state behind any of them."""
+        assert num_saved > 0
+        self._sizes = num_running, num_saved
+        self._max_rows = max_rows
+        self._block_len = block_len
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        num_running, num_saved = self._sizes
+        self._free = list(range(num_running))[::-1]
+        self._empty = list(range(num_running, num_running + num_saved))[::-1]
+        self._saved: dict[bytes, int] = {}  # slot by the digest of the prefix, least recently used first
+        self._running: dict[Sequence, _State] = {}
+
+    def num_usable(self, digests: list[bytes]) -> int:
+        """Return how many blocks of a cached prefix can be reused: those before the last saved state."""
+        return max((index + 1 for index, digest in enumerate(digests) if digest in self._saved), default=0)
+
+    def begin(self, seq: Sequence, digests: list[bytes], num_used: int) -> list[CopyState]:
+        """Give a sequence a slot. It reuses the first `num_used` blocks of the cached ones, which have these digests.
+
+        Another prompt may go on otherwise behind the last cached block, so its state is saved on the way, too.
+        """
+        position, cached = num_used * self._block_len, len(digests) * self._block_len
+        points = save_points(position, seq.prompt_len, cached, [position])
+        ends = {point // self._block_len * self._block_len for point in points}
+        state = self._running[seq] = _State(self._free.pop(), position, sorted(end for end in ends if end > position))
+        if not num_used:
+            return []
+        digest = digests[num_used - 1]
+        saved = self._saved[digest] = self._saved.pop(digest)
+        return [CopyState(saved, state.slot)]
+
+    def chunk_end(self, seq: Sequence, end: int) -> int:
+        """Return where a chunk has to end that could end at `end`."""
+        return next((point for point in self._running[seq].save_at if seq.computed < point < end), end)
+
+    def is_due(self, seq: Sequence) -> int:
+        """Return the position of a sequence's state if it is to be saved now, else 0."""
+        state = self._running[seq]
+        position = state.position
+        if position % self._block_len:
+            return 0
+        return position if position in state.save_at or position >= seq.prompt_len else 0
+
+    def save(self, seq: Sequence, digest: bytes) -> list[CopyState]:
+        """Save the state of a sequence, behind the prefix with this digest; the last one of its answer makes way."""
+        state = self._running[seq]
+        if digest in self._saved:
+            self._saved[digest] = self._saved.pop(digest)
+            return []
+        slot = self._saved.pop(state.saved, None) if state.saved else None
+        if slot is None:
+            slot = self._empty.pop() if self._empty else self._saved.pop(next(iter(self._saved)))
+        self._saved[digest] = slot
+        if state.position not in state.save_at:
+            state.saved = digest
+        return [CopyState(state.slot, slot)]
+
+    def forget(self, digests: list[bytes]) -> None:
+        """Forget the saved states of these prefixes."""
+        self._empty += [self._saved.pop(digest) for digest in digests if digest in self._saved]
+
+    def move(self, seq: Sequence, end: int, num_tokens: int, rows: int) -> StateSpan:
+        """Return how a chunk that ends at `end` moves the state of a sequence, and note it.
+
+        A chunk without sampled rows is part of a prompt, whose state is moved to the chunk's end.
+        """
+        state = self._running[seq]
+        start, goal = state.position, end - max(rows - 1, 0)
+        last = goal // self._block_len * self._block_len
+        if rows and num_tokens <= self._max_rows and start < last:
+            goal = last
+        state.position = goal
+        return StateSpan(state.slot, start, goal)
+
+    def end(self, seq: Sequence) -> None:
+        """Take back the slot of a sequence."""
+        self._free.append(self._running.pop(seq).slot)

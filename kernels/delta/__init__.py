@@ -1,0 +1,133 @@
+"""The gated delta net: linear attention whose memory of a sequence is one matrix for each head.
+
+Owns the op's signature, its states, and the choice of its implementation. Knows nothing of models or of who fills the
+states. With S = 0 before the first token, and c the short causal convolution of the projections, with SiLU:
+
+    q, k = c(q) / |c(q)| / sqrt(key_dim), c(k) / |c(k)|        v = c(v)
+    S    = exp(decay * softplus(alpha + bias)) * S
+    S    = S + k (sigmoid(beta) * (v - S^T k))^T
+    out  = S^T q
+
+A state is what a sequence needs to go on from a position: S behind it, and the last inputs. Drafted tokens may be
+rejected, and S cannot go back. So a step says up to which position it moves S: not beyond the tokens that are certain.
+The next step computes the accepted tokens behind that again, from their kept inputs, in the same order and with the
+same numbers. That is one state a sequence instead of one for each drafted token, and a step reads and writes it once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from edgelm.kernels.choice import dispatch
+from edgelm.kernels.delta import reference
+from edgelm.kernels.delta_sizes import DeltaSizes
+
+__all__ = ["RING", "StateCache", "allocate", "gated_delta", "state_bytes"]
+
+# Inputs of a sequence that are kept: those of the convolution's window, of accepted tokens that S lacks (at most 30,
+# see StateSlots), and of the tokens of a step that verifies (16).
+RING = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateCache:
+    """The states of one layer. The inputs of position p are in row p % RING: channels, then beta and alpha."""
+
+    sizes: DeltaSizes
+    states: Tensor  # float32 [slots, num_value_heads, key_dim, value_dim]
+    inputs: Tensor  # [slots, RING, channels + 2 * num_value_heads], in the type of the activations
+
+    @property
+    def planes(self) -> dict[str, Tensor]:
+        """Every tensor, by name; the first dimension is the slot."""
+        return {"states": self.states, "inputs": self.inputs}
+
+    @property
+    def device(self) -> torch.device:
+        return self.states.device
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy the state of a slot to another."""
+        for plane in self.planes.values():
+            plane[target].copy_(plane[source])
+
+
+def allocate(sizes: DeltaSizes, num_slots: int, device: torch.device | str, dtype: torch.dtype) -> StateCache:
+    """Return cleared states; `dtype` is that of the activations."""
+    heads = sizes.num_value_heads
+    return StateCache(
+        sizes,
+        torch.zeros(num_slots, heads, sizes.key_dim, sizes.value_dim, device=device),
+        torch.zeros(num_slots, RING, sizes.channels + 2 * heads, device=device, dtype=dtype),
+    )
+
+
+def state_bytes(sizes: DeltaSizes, dtype: torch.dtype) -> int:
+    """Return the bytes of one slot of a layer."""
+    heads = sizes.num_value_heads
+    return 4 * sizes.value_width * sizes.key_dim + RING * (sizes.channels + 2 * heads) * dtype.itemsize
+
+
+def gated_delta(
+    qkv: Tensor,
+    beta: Tensor,
+    alpha: Tensor,
+    conv: Tensor,
+    decay: Tensor,
+    bias: Tensor,
+    cache: StateCache,
+    spans: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    max_query_len: int,
+    implementation: str | None = None,
+) -> Tensor:
+    """Return the result of each head and row: float32 [tokens, num_value_heads, value_dim].
+
+    qkv: [tokens, channels], beta and alpha: [tokens, num_value_heads], each with contiguous rows. conv: float32
+    [channels, window], the weight of the newest token last. decay: float32 [num_value_heads], negative; bias the same.
+    spans: int32 [sequences, 3]: a sequence's slot, the position of its state, and the position up to which this step
+    moves it, which is at most the last one of its rows; with more than 16 rows, it is the last one, and the state is at
+    the first. A state at position 0 is not read. query_start_loc, seq_lens, max_query_len and rows outside of all
+    sequences: as for `attention`.
+
+    A row depends neither on later rows nor on other sequences, bit for bit, nor on how the tokens before it were
+    divided into steps, as long as none has more than 16 rows of the sequence.
+    """
+    sizes = cache.sizes
+    tokens = qkv.shape[0]
+    assert qkv.shape == (tokens, sizes.channels)
+    assert beta.shape == alpha.shape == (tokens, sizes.num_value_heads)
+    assert qkv.stride(1) == beta.stride(1) == alpha.stride(1) == 1
+    assert qkv.dtype == beta.dtype == alpha.dtype == cache.inputs.dtype
+    assert conv.shape == (sizes.channels, sizes.window)
+    assert spans.shape == (seq_lens.shape[0], 3)
+    assert query_start_loc.shape == (seq_lens.shape[0] + 1,)
+    return dispatch(
+        "gated_delta",
+        __name__,
+        reference.gated_delta,
+        implementation,
+        qkv,
+        beta,
+        alpha,
+        conv,
+        decay,
+        bias,
+        cache,
+        spans,
+        query_start_loc,
+        seq_lens,
+        max_query_len,
+        declined=_declined(sizes),
+    )
+
+
+def _declined(sizes: DeltaSizes) -> str | None:
+    if any(dim not in (16, 32, 64, 128, 256) for dim in (sizes.key_dim, sizes.value_dim)):
+        return f"heads of {sizes.key_dim} and {sizes.value_dim}: it takes 16 to 256, powers of two"
+    return None
