@@ -223,7 +223,7 @@ class GrammarCompiler:
         if error is None:
             self._results[spec] = done.result()
         elif isinstance(error, RequestError):
-            self._results[spec] = error
+            self._results[spec] = RequestError(error.message, error.hint)  # without the frames that it was raised in
         while len(self._results) > MAX_GRAMMARS:
             self._results.popitem(last=False)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import secrets
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -332,6 +334,25 @@ async def test_control_tokens_and_padding_are_forbidden(compiler: GrammarCompile
     matcher = (await compiler.compile(GrammarSpec("regex", "(.|\\n)*"))).matcher()
     (mask,) = masks_of(matcher, [])
     assert mask & set(range(256, NUM_VOCAB)) == {256, SECOND_STOP} | set(range(FIRST_WORD, FIRST_WORD + len(WORDS)))
+
+
+async def test_a_kept_refusal_keeps_nothing_of_its_check() -> None:
+    made: list[weakref.ref[Words]] = []
+
+    class Refusing:
+        async def check(self, _: GrammarSpec) -> None:
+            in_use = Words()
+            made.append(weakref.ref(in_use))
+            raise RequestError("it is refused")
+
+    refusing: Any = Refusing()
+    compiler = GrammarCompiler(Words(), NUM_VOCAB, refusing)
+    for _ in range(2):
+        with pytest.raises(RequestError, match="it is refused"):
+            await compiler.compile(GrammarSpec("regex", "a*"))
+    await asyncio.sleep(0)  # the event loop's own reference
+    gc.collect()
+    assert [each() for each in made] == [None]
 
 
 async def test_a_vocabulary_with_a_very_long_token() -> None:
