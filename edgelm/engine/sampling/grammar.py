@@ -150,9 +150,9 @@ class Grammar:
 
 
 class _Thread:
-    """A thread that compiles, and stays: malloc gives each new one an arena, and the gaps in all of them grow for hours.
+    """A thread that compiles, and stays: malloc has an arena for each thread.
 
-    The gaps that grammars leave in the arena of this one are filled by the next grammars.
+    The gaps between its grammars are filled by the next ones. In the arenas of new threads, they grow for hours.
     """
 
     def __init__(self) -> None:
