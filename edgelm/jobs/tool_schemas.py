@@ -69,7 +69,9 @@ class ToolSchemas:
         try:
             checked = await self._check(spec)
         except RequestError as error:
-            return (error if spec.strict else ToolSchema(_ANYTHING, error.message)), REFUSED_CPU_S
+            # A new error: one that was raised keeps the frames of its check, and what these hold.
+            kept = RequestError(error.message, error.hint) if spec.strict else ToolSchema(_ANYTHING, error.message)
+            return kept, REFUSED_CPU_S
         schema = {"type": "object", **json.loads(checked.grammar)["grammars"][0]["json_schema"]}
         options = schema.pop("x-guidance")
         if not checked.relaxed:

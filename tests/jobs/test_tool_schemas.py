@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,6 +48,22 @@ class Checks:
             raise RequestError("the grammar takes too long to compile", "simplify it")
         checked = check_grammar(spec)
         return CheckedGrammar(checked.grammar, checked.relaxed, self._cpu_s)
+
+
+async def test_a_kept_refusal_keeps_nothing_of_its_check() -> None:
+    made: list[weakref.ref[Checks]] = []
+
+    async def check(_: GrammarSpec) -> CheckedGrammar:
+        in_use = Checks()
+        made.append(weakref.ref(in_use))
+        raise RequestError("it is refused")
+
+    schemas = ToolSchemas(check)
+    for _ in range(2):
+        with pytest.raises(RequestError, match="it is refused"):
+            await schemas.of([function(1, strict=True)])
+    gc.collect()
+    assert [each() for each in made] == [None]
 
 
 async def test_a_schema_that_ends_its_check_is_tried_once() -> None:

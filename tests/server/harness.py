@@ -223,15 +223,3 @@ def processes_of(environment: dict[str, str]) -> dict[int, str]:
             if marker in (folder / "environ").read_bytes().split(b"\0"):
                 found[pid] = (folder / "cmdline").read_text().replace("\0", " ")
     return found
-
-
-def num_arenas(pid: int) -> int:
-    """Return the arenas of a process's malloc beside the main one. glibc reserves 64 MiB for each, and aligns it."""
-    size, num, reserved = 64 * 2**20, 0, 0
-    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-        span, rights, *_ = line.split()
-        begin, end = (int(bound, 16) for bound in span.split("-"))
-        if rights == "rw-p" and begin % size == 0:
-            reserved = end
-        num += rights == "---p" and begin == reserved and end % size == 0
-    return num

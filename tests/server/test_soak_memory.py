@@ -19,12 +19,12 @@ import httpx2
 import pytest
 
 from tests.counts import Count
-from tests.server.harness import Figures, Front, figures, num_arenas, serving
+from tests.server.harness import Figures, Front, figures, serving
 
 REQUESTS = Count(test=40, soak=12_000)
 CLIENTS = 3
 LIMIT_S = 120.0
-MAX_GROWTH_BYTES = Count(test=128, soak=24) * 2**20  # of the engine, in the second half
+MAX_GROWTH_BYTES = Count(test=128, soak=8) * 2**20  # of the engine, in the second half
 WORDS = "river stone music winter garden paper engine window silver forest market bread letter harbor candle".split()
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads memory and open files in /proc")
@@ -133,4 +133,3 @@ async def test_memory_under_mixed_load_is_flat(front: Front) -> None:
     assert after.engine_bytes < warm.engine_bytes + MAX_GROWTH_BYTES
     assert after.front_bytes < warm.front_bytes + MAX_GROWTH_BYTES
     assert after.engine_files <= warm.engine_files + 8
-    assert num_arenas(pid) <= 1  # more of them have gaps that grow: each grammar is compiled by a thread of its own

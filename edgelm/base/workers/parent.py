@@ -331,8 +331,17 @@ def _settle(change: asyncio.Future[None]) -> None:
         change.set_result(None)
 
 
-def in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Run `work`, which may raise EdgeLMError, in a thread that does not delay the end of this process."""
+def _in_new_thread(run: Callable[[], None]) -> None:
+    threading.Thread(target=run, daemon=True).start()
+
+
+def in_daemon_thread(
+    work: Callable[[], T], start: Callable[[Callable[[], None]], None] = _in_new_thread
+) -> asyncio.Future[T]:
+    """Run `work`, which may raise EdgeLMError, in a thread that does not delay the end of this process.
+
+    `start` gives it to another thread than a new one.
+    """
     import asyncio
 
     loop = asyncio.get_running_loop()
@@ -353,5 +362,5 @@ def in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
         else:
             tell(done.set_result, result)
 
-    threading.Thread(target=run, daemon=True).start()
+    start(run)
     return done

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
@@ -153,6 +155,31 @@ class Grammar:
         return self._build() if self._cheap else None
 
 
+class _Thread:
+    """A thread that compiles, and stays: malloc has an arena for each thread.
+
+    The gaps between its grammars are filled by the next ones. In the arenas of new threads, they grow for hours.
+    """
+
+    def __init__(self) -> None:
+        self._works: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="grammars", daemon=True).start()
+
+    def start(self, work: Callable[[], None]) -> None:
+        self._works.put(work)
+
+    def end(self) -> None:
+        """End it after its work."""
+        self._works.put(None)
+
+    def _run(self) -> None:
+        while work := self._works.get():
+            try:
+                work()
+            except BaseException:  # a bug, of which the request is told: the thread goes on
+                log.exception("a grammar could not be compiled")
+
+
 class GrammarCompiler:
     """Compiles grammars for one vocabulary, and keeps them. For one event loop; close it.
 
@@ -170,6 +197,7 @@ class GrammarCompiler:
         self._executor = LLExecutor(1)
         self._checker = checker or GrammarChecker()
         self._slots = asyncio.Semaphore(MAX_WORKERS)
+        self._idle: list[_Thread] = []
         self._results: OrderedDict[GrammarSpec, Grammar | RequestError] = OrderedDict()
         self._pending: dict[GrammarSpec, asyncio.Task[Grammar]] = {}
 
@@ -197,19 +225,27 @@ class GrammarCompiler:
         return await self._checker.check(spec)
 
     async def close(self) -> None:
-        """End the processes that check grammars."""
+        """End the processes that check grammars, and the threads that compile them."""
+        while self._idle:
+            self._idle.pop().end()
         await self._checker.close()
 
     async def _compile(self, spec: GrammarSpec) -> Grammar:
         checked = await self._checker.check(spec)
         async with self._slots:
-            work = in_daemon_thread(lambda: self._compiled(checked))
+            thread = self._idle.pop() if self._idle else _Thread()
+            work = in_daemon_thread(lambda: self._compiled(checked), thread.start)
             try:
                 async with asyncio.timeout(COMPILE_LIMIT_S):
                     return await asyncio.shield(work)
             except TimeoutError:
                 log.warning("a grammar that passed its trial does not compile in %g s", COMPILE_LIMIT_S)
                 raise RequestError("the grammar takes too long to compile", "simplify it") from None
+            finally:
+                if work.done():
+                    self._idle.append(thread)
+                else:
+                    thread.end()
 
     def _compiled(self, checked: CheckedGrammar) -> Grammar:
         def build() -> LLMatcher:
@@ -231,7 +267,7 @@ class GrammarCompiler:
         if error is None:
             self._results[spec] = done.result()
         elif isinstance(error, RequestError):
-            self._results[spec] = error
+            self._results[spec] = RequestError(error.message, error.hint)  # without the frames that it was raised in
         while len(self._results) > MAX_GRAMMARS:
             self._results.popitem(last=False)
 

@@ -32,8 +32,6 @@ from edgelm.server.listener import private_folder
 
 WORKER = "edgelm.server.engine_process.worker"
 ERRORS = DeviceError, GpuLoadError
-# Of glibc: with an arena for each thread, compiled grammars lie in all of them, and the gaps in each grow for hours.
-ALLOCATOR = {"MALLOC_ARENA_MAX": "2"}
 CONNECT_LIMIT_S = 10.0
 ANSWER_S = 1.0  # for a sign of life
 KEPT_CONNECTIONS = 32  # without a request, to one engine
@@ -96,9 +94,7 @@ class Launcher:
         )
         flags, echo = (["-v"], f"{path.name}: ") if self._verbose else ([], None)
         replies = (Loading, Note, Ready, Status)
-        worker = Worker(
-            WORKER, *flags, replies=replies, errors=ERRORS, environment=facts.environment, defaults=ALLOCATOR, echo=echo
-        )
+        worker = Worker(WORKER, *flags, replies=replies, errors=ERRORS, environment=facts.environment, echo=echo)
         return EngineProcess(
             worker,
             job,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import secrets
+import threading
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,9 @@ from numpy.typing import NDArray
 
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.base.errors import ModelError, RequestError
-from edgelm.base.workers.grammars import GrammarSpec, SchemaRule
-from edgelm.engine.sampling.grammar import GrammarCompiler, GrammarMatcher
+from edgelm.base.workers.grammars import CheckedGrammar, GrammarSpec, SchemaRule
+from edgelm.engine.sampling.grammar import Grammar, GrammarCompiler, GrammarMatcher
+from edgelm.engine.sampling.grammar_checker import MAX_WORKERS
 from edgelm.engine.sampling.schema import MAX_SOURCE
 from tests.tiny import EOS, write_tiny
 
@@ -333,6 +337,57 @@ async def test_control_tokens_and_padding_are_forbidden(compiler: GrammarCompile
     matcher = (await compiler.compile(GrammarSpec("regex", "(.|\\n)*"))).matcher()
     (mask,) = masks_of(matcher, [])
     assert mask & set(range(256, NUM_VOCAB)) == {256, SECOND_STOP} | set(range(FIRST_WORD, FIRST_WORD + len(WORDS)))
+
+
+async def test_new_grammars_are_compiled_by_the_same_threads(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """malloc has an arena for each thread: grammars of new threads would leave gaps in all of them."""
+    threads: list[threading.Thread] = []
+
+    def compiled(self: GrammarCompiler, checked: CheckedGrammar) -> Grammar:
+        threads.append(threading.current_thread())
+        return original(self, checked)
+
+    original = GrammarCompiler._compiled
+    monkeypatch.setattr(GrammarCompiler, "_compiled", compiled)
+    for first in range(0, 12, 3):
+        await asyncio.gather(
+            *(compiler.compile(GrammarSpec("regex", f"a{number}")) for number in range(first, first + 3))
+        )
+    assert len(threads) == 12
+    assert len(set(threads)) <= MAX_WORKERS
+    await compiler.close()
+    for thread in threads:
+        await asyncio.to_thread(thread.join, 30)
+        assert not thread.is_alive()
+
+
+async def test_a_bug_ends_no_thread_that_compiles(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(GrammarCompiler, "_compiled", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            await compiler.compile(GrammarSpec("regex", "a"))
+    assert await compiler.compile(GrammarSpec("regex", "b"))
+
+
+async def test_a_kept_refusal_keeps_nothing_of_its_check() -> None:
+    made: list[weakref.ref[Words]] = []
+
+    class Refusing:
+        async def check(self, _: GrammarSpec) -> None:
+            in_use = Words()
+            made.append(weakref.ref(in_use))
+            raise RequestError("it is refused")
+
+    refusing: Any = Refusing()
+    compiler = GrammarCompiler(Words(), NUM_VOCAB, refusing)
+    for _ in range(2):
+        with pytest.raises(RequestError, match="it is refused"):
+            await compiler.compile(GrammarSpec("regex", "a*"))
+    await asyncio.sleep(0)  # the event loop's own reference
+    gc.collect()
+    assert [each() for each in made] == [None]
 
 
 async def test_a_vocabulary_with_a_very_long_token() -> None:
