@@ -34,7 +34,7 @@ async def test_engine_and_front_die_and_the_next_message_works(
 
     def ask_front(path: str) -> dict[str, Any]:
         assert link.connected is not None
-        with urllib.request.urlopen(link.connected.address + path, timeout=20) as reply:
+        with urllib.request.urlopen(link.connected.address + path, timeout=60) as reply:
             state: dict[str, Any] = json.load(reply)
             return state
 

@@ -179,7 +179,7 @@ async def test_a_real_terminal_is_asked_once(endpoint: FakeEndpoint, folder: Pat
 
         def read_until(words: str) -> None:
             nonlocal seen
-            until = time.monotonic() + 60
+            until = time.monotonic() + 120
             while words not in seen:
                 assert time.monotonic() < until, seen[-2000:]
                 if select.select([leader], [], [], 0.1)[0]:
