@@ -114,6 +114,7 @@ async def test_title_text_and_prompt_share_one_column(
     async with open_chat(size=size) as chat:
         await chat.ready()
         await chat.ask("Begin")
+        await chat.sees("Short.")
         pane = chat.screen.pane.region
         left = pane.x + margin(pane.width) + GUTTER
         lines = chat.text.split("\n")
