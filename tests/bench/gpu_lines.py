@@ -249,13 +249,11 @@ def commands(folder: Path) -> None:
 
 
 def served(folder: Path, model: Path, environment: dict[str, str]) -> None:
-    """Run a server with the model, and look at its log, `ps`, and a chat in plain lines."""
+    """Run a server with the model, and look at its log and `ps`."""
 
-    def edgelm(*arguments: str, said: str = "") -> str:
+    def edgelm(*arguments: str) -> str:
         command = [sys.executable, "-m", "edgelm", *arguments]
-        done = subprocess.run(
-            command, env=environment, input=said, capture_output=True, text=True, timeout=300, check=False
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
         return (done.stdout + done.stderr).replace(str(folder), "~")
 
     log = folder / "log"
@@ -272,13 +270,11 @@ def served(folder: Path, model: Path, environment: dict[str, str]) -> None:
                 time.sleep(0.2)
             edgelm("load", "tiny")
             listing = edgelm("ps").splitlines()
-            chat = edgelm("--plain", "--model", "tiny", said="hello\n/quit\n").splitlines()
         finally:
             server.terminate()
             server.wait(60)
-    show("edgelm serve tiny.gguf (its log)", *(line for line in log.read_text().splitlines() if "GPU" in line))
+    show("edgelm serve tiny.gguf (its log)", *(line for line in log.read_text().splitlines() if "not used" in line))
     show("edgelm ps", *listing[1:])
-    show("edgelm --plain --model tiny", *(line for line in chat if "GPU" in line))
 
 
 def main() -> None:
