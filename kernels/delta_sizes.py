@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+DELTA_DIMS = frozenset({16, 32, 64, 128, 256})  # numbers of a head, for the kernels
+
 
 class DeltaSizes(NamedTuple):
     """The heads of one layer, and the window of its convolution."""

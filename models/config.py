@@ -33,7 +33,7 @@ from edgelm.checkpoints.shape import (
     gguf_windows,
 )
 from edgelm.checkpoints.values import Values
-from edgelm.kernels.delta_sizes import DeltaSizes
+from edgelm.kernels.delta_sizes import DELTA_DIMS, DeltaSizes
 from edgelm.kernels.gates import Gate, GateKind
 from edgelm.models.families import FAMILIES, Family, Names, Routing, family_of_folder, family_of_gguf
 from edgelm.models.rope_config import LAYER_TYPES, RopeConfig, folder_rope, gguf_local_rope, gguf_rope
@@ -158,8 +158,10 @@ def unsupported_reason(metadata: Mapping[str, Any], implementation: str = "refer
     if implementation == "triton":
         from edgelm.kernels.attention import HEAD_DIMS  # needs torch, which reading a configuration does not
 
-        for head_dim in (layer.head_dim for layer in config.layers):
-            if head_dim not in HEAD_DIMS:
+        for layer in config.layers:
+            if layer.delta and not {layer.delta.key_dim, layer.delta.value_dim} <= DELTA_DIMS:
+                return f"its linear attention has heads of {layer.delta.key_dim} and {layer.delta.value_dim} numbers"
+            if (head_dim := layer.head_dim) not in HEAD_DIMS:
                 sizes = ", ".join(map(str, HEAD_DIMS))
                 return f"its heads have {head_dim} numbers, and the GPU kernels take {sizes}"
     return None

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from edgelm.kernels.choice import dispatch
 from edgelm.kernels.delta import reference
-from edgelm.kernels.delta_sizes import DeltaSizes
+from edgelm.kernels.delta_sizes import DELTA_DIMS, DeltaSizes
 
 __all__ = ["RING", "StateCache", "allocate", "gated_delta", "state_bytes"]
 
@@ -128,6 +128,6 @@ def gated_delta(
 
 
 def _declined(sizes: DeltaSizes) -> str | None:
-    if any(dim not in (16, 32, 64, 128, 256) for dim in (sizes.key_dim, sizes.value_dim)):
-        return f"heads of {sizes.key_dim} and {sizes.value_dim}: it takes 16 to 256, powers of two"
+    if not {sizes.key_dim, sizes.value_dim} <= DELTA_DIMS:
+        return f"heads of {sizes.key_dim} and {sizes.value_dim}: it takes {', '.join(map(str, sorted(DELTA_DIMS)))}"
     return None

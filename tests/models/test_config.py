@@ -44,7 +44,8 @@ def test_sizes(name: str) -> None:
     config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **options})
     got = read_config(saved(config))
     assert (got.hidden_size, got.num_heads) == (64, 4)
-    assert got.layers[0].num_kv_heads == options.get("num_key_value_heads", 2)
+    attending = next(layer for layer in got.layers if layer.delta is None)
+    assert attending.num_kv_heads == options.get("num_key_value_heads", 2)
     assert got.layers[0].head_dim == {**SIZES, **options}["head_dim"]
     assert len(got.layers) == config.num_hidden_layers
     assert got.context == 256

@@ -25,6 +25,7 @@ from edgelm.models.decoder import Batch, Decoder
 
 FIRST_SIZE = 512  # positions of the first cache
 MAX_INPUTS = 64  # of a batch
+STATEFUL_INPUTS = 4  # the same for models whose states take much memory
 USABLE = 0.9  # of the free memory
 KV = "f16"  # the format: its numbers are not quantized
 
@@ -47,7 +48,8 @@ class TorchEmbedder:
         self._caches: list[LayerCache | StateCache] = []
         self._size = 0  # blocks
         self._places = _Places((), ())
-        self._info = EmbedderInfo(width=decoder.config.hidden_size, context=context, max_inputs=MAX_INPUTS)
+        max_inputs = STATEFUL_INPUTS if any(layer.delta for layer in decoder.config.layers) else MAX_INPUTS
+        self._info = EmbedderInfo(width=decoder.config.hidden_size, context=context, max_inputs=max_inputs)
 
     @property
     def info(self) -> EmbedderInfo:
@@ -116,5 +118,5 @@ class TorchEmbedder:
                 "send shorter texts, or close other programs",
             )
         with gpu_errors():
-            self._caches = self._decoder.new_caches(FORMATS[KV], size, MAX_INPUTS, dtype)
+            self._caches = self._decoder.new_caches(FORMATS[KV], size, self._info.max_inputs, dtype)
         self._size = size

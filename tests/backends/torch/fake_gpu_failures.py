@@ -23,7 +23,6 @@ import torch
 from edgelm.backends.model import open_model
 from edgelm.backends.plan import Option
 from edgelm.backends.torch import build
-from edgelm.backends.torch import executor as executors
 from edgelm.backends.torch.executor import TorchExecutor
 from edgelm.backends.torch.graphs import Graphs
 from edgelm.backends.torch.memory import SMALL_STEP
@@ -31,6 +30,7 @@ from edgelm.backends.torch.sampler import DeviceSampler
 from edgelm.base.config import Settings
 from edgelm.base.errors import EdgeLMError
 from edgelm.engine.core import Chunk, SamplingParams, Sequence, Step
+from edgelm.kernels import cache as kv_cache
 from edgelm.models.decoder import Decoder
 from tests.backends.torch.fake_gpu import FakeGpu
 from tests.tiny import write_tiny
@@ -140,7 +140,7 @@ def main(folder: Path) -> None:
                 patch.object(TorchExecutor, "_allocate", above(600, TorchExecutor._allocate)),
                 lambda: make(decoder),
             ),
-            "every cache": (patch.object(executors, "allocate", run_out), lambda: make(decoder)),
+            "every cache": (patch.object(kv_cache, "allocate", run_out), lambda: make(decoder)),
             "one graph": (nth_graph(4), lambda: make(decoder)),
             "large graphs": (graphs_of_more_than(8), lambda: make(decoder)),
             "graphs of more than a token": (graphs_of_more_than(1), lambda: make(decoder)),

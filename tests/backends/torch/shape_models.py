@@ -93,7 +93,7 @@ def decoder(
     )
     config: Any = SimpleNamespace(
         layers=[
-            SimpleNamespace(window=windows[number % 2], num_kv_heads=num_kv_heads, head_dim=head_dim)
+            SimpleNamespace(window=windows[number % 2], num_kv_heads=num_kv_heads, head_dim=head_dim, delta=None)
             for number in range(num_layers)
         ],
         hidden_size=hidden_size,

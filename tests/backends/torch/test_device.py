@@ -17,7 +17,6 @@ from torch import Tensor
 
 from edgelm.backends.plan import Option
 from edgelm.backends.torch import batch, build, failures
-from edgelm.backends.torch import executor as executors
 from edgelm.backends.torch.batch import StepBuffers, StepTensors, bucket_of
 from edgelm.backends.torch.executor import TorchExecutor
 from edgelm.backends.torch.failures import OutOfMemoryError
@@ -28,6 +27,7 @@ from edgelm.backends.torch.sampler import DeviceSampler
 from edgelm.base.config import Settings
 from edgelm.base.errors import EngineError, ModelError
 from edgelm.engine.core import LAST, NOT_A_TOKEN, Chunk, SamplingParams, Sequence, Step
+from edgelm.kernels import cache as kv_cache
 from edgelm.models.decoder import Batch, Decoder
 from tests.backends.torch.torch_engine import load_gguf, make_executor
 from tests.models import tiny_models
@@ -290,9 +290,9 @@ class Memory:
         self.room = room
         self.held: list[weakref.ref[Any]] = []
         self.most_left = 0  # most caches of a failed attempt that were alive when the next one began
-        self._allocate = executors.allocate
+        self._allocate = kv_cache.allocate
         self._num_blocks = 0
-        monkeypatch.setattr(executors, "allocate", self.allocate)
+        monkeypatch.setattr(kv_cache, "allocate", self.allocate)
 
     def allocate(self, cache_format: Any, num_blocks: int, *args: Any) -> Any:
         if num_blocks != self._num_blocks:
@@ -340,7 +340,7 @@ def test_a_gpu_failure_is_no_lack_of_memory(decoder: Decoder, monkeypatch: pytes
         attempts.append(1)
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore lines")
 
-    monkeypatch.setattr(executors, "allocate", fail)
+    monkeypatch.setattr(kv_cache, "allocate", fail)
     with pytest.raises(EngineError, match="the GPU failed: CUDA error: an illegal memory access was encountered;"):
         build._executor(decoder, Settings(parallel=2), option(2048), "m", SMALL_STEP)
     assert len(attempts) == 1
