@@ -233,6 +233,7 @@ def pull(
     mmproj: Annotated[
         bool, typer.Option("--mmproj/--no-mmproj", help="With the projector of a model that reads pictures.")
     ] = True,
+    mtp: Annotated[bool, typer.Option("--mtp/--no-mtp", help="With the file of the heads that draft.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the files, and whether the model fits.")] = False,
     offline: Annotated[bool, typer.Option("--offline", help="Use the files on this disk; open no connection.")] = False,
     as_json: Json = False,
@@ -247,6 +248,7 @@ def pull(
         connections=connections,
         verify=verify,
         mmproj=mmproj,
+        mtp=mtp,
         dry_run=dry_run,
         offline=offline,
         as_json=as_json,

@@ -63,6 +63,7 @@ def pull_model(
     connections: int,
     verify: bool,
     mmproj: bool,
+    mtp: bool,
     dry_run: bool,
     offline: bool,
     as_json: bool,
@@ -82,15 +83,23 @@ def pull_model(
         return
     hub = Hub(config.places.hub_endpoint, config.places.hub)
     if dry_run:
-        prepared = prepare(reference, hub, mmproj=mmproj)
+        prepared = prepare(reference, hub, mmproj=mmproj, mtp=mtp)
         require_runnable_folder(prepared, hub, threading.Event())
         _print_preview(prepared, hub, config, as_json=as_json)
         return
     with (TerminalDisplay if sys.stderr.isatty() else Display)(sys.stderr) as display:
         try:
             other = None if quantization or revision else stand_in(model)
-            show = display.show
-            pulled = pull(reference, hub, show, connections=connections, verify=verify, mmproj=mmproj, stand_in=other)
+            pulled = pull(
+                reference,
+                hub,
+                display.show,
+                connections=connections,
+                verify=verify,
+                mmproj=mmproj,
+                mtp=mtp,
+                stand_in=other,
+            )
         except KeyboardInterrupt:
             display.close()
             print(f"interrupted: {display.kept_text()}", file=sys.stderr)
