@@ -10,25 +10,38 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from gguf import GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import quantize
 
 from tests.tiny import Tiny, _write_tokenizer, vocabulary
 
-Odd = Literal["gemma3", "mamba", "lfm2", "qwen35", "qwen35moe"]
+Odd = Literal["gemma3", "mamba", "lfm2", "qwen35", "qwen35moe", "nemotron_h"]
+Part = Literal["all", "model", "heads"]  # of a model with heads: all in one file, or each in its own
 WIDTH, HEADS, KV_HEADS, HEAD, FFN, VOCAB, WINDOW = 64, 2, 1, 32, 128, 512, 32
 INNER, STATE, RANK, KERNEL = 128, 16, 4, 4  # of mamba
 SHORT = 3  # positions that lfm2's convolutions see
 DELTA_HEADS, DELTA_GROUPS, DELTA_HEAD = 4, 2, 32  # of qwen35: gated delta nets, and every fourth layer attends
 DELTA_LAYERS = 4
 EXPERTS = 4
+Q8_0 = GGMLQuantizationType.Q8_0
 
 
-def write_odd(path: Path, arch: Odd, seed: int = 0, *, heads: float | None = None, drop: str = "-") -> Path:
+def write_odd(
+    path: Path,
+    arch: Odd,
+    seed: int = 0,
+    *,
+    heads: float | None = None,
+    drop: str = "-",
+    part: Part = "all",
+    tiny: Tiny = Tiny(vocab_size=VOCAB),  # noqa: B008 - it is frozen
+) -> Path:
     """Write a model of an architecture; the same seed always writes the same bytes.
 
     Tensors with `drop` in their names are left out. With `heads`, qwen35 also has a head that predicts the token after
     the next, and all text depends mostly on the last token, as the head does: `heads` is the weight of all others.
-    Where it is 1, all weights are random.
+    Where it is 1, all weights are random. `part` leaves out the heads, or the layers before them. The vocabulary is
+    that of `tiny`.
     """
     rng = np.random.default_rng(seed)
     writer = GGUFWriter(path, arch)
@@ -36,26 +49,31 @@ def write_odd(path: Path, arch: Odd, seed: int = 0, *, heads: float | None = Non
     writer.add_embedding_length(WIDTH)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(VOCAB)
-    _write_tokenizer(writer, Tiny(vocab_size=VOCAB), vocabulary(VOCAB))
+    _write_tokenizer(writer, tiny, [*vocabulary(VOCAB - len(tiny.control)), *tiny.control])
     if arch in ("qwen35", "qwen35moe"):
-        tensors = _qwen35(writer, heads=heads is not None)
+        tensors = _qwen35(writer, heads=heads is not None and part != "model")
     else:
-        tensors = {"gemma3": _gemma3, "mamba": _mamba, "lfm2": _lfm2}[arch](writer)
+        tensors = {"gemma3": _gemma3, "mamba": _mamba, "lfm2": _lfm2, "nemotron_h": _nemotron_h}[arch](writer)
     tensors |= {"token_embd.weight": (VOCAB, WIDTH), "output.weight": (VOCAB, WIDTH)}
     if arch != "lfm2":
         tensors["output_norm.weight"] = (WIDTH,)
+    own_blocks = tuple(f"blk.{layer}." for layer in range(DELTA_LAYERS))
     if heads is not None:
-        tensors |= _next_tokens(writer)
+        tensors |= _next_tokens(writer, named=part != "model")
     if arch == "qwen35moe":
         tensors = _experts(writer, tensors)
     for name, shape in tensors.items():
-        if drop in name:
-            continue
         weights = _weights(name, shape, rng)
+        is_head = name.startswith(f"blk.{DELTA_LAYERS}.")
+        if drop in name or (part == "model" and is_head) or (part == "heads" and name.startswith(own_blocks)):
+            continue
         if heads not in (None, 1.0) and re.search("attn_output|ffn_down|ssm_out", name):
-            weights *= 0.0 if name.startswith(f"blk.{DELTA_LAYERS}.") else heads
+            weights *= 0.0 if is_head else heads
         if heads != 1.0 and name.endswith("eh_proj.weight"):
             weights = np.eye(WIDTH, 2 * WIDTH, dtype=np.float32)  # the embedding, not the hidden state
+        if "ffn_gate_inp" in name:  # F32 would differ in the last bits by the rows of a step, and choose other experts
+            writer.add_tensor(name, quantize(weights, Q8_0), raw_dtype=Q8_0)
+            continue
         writer.add_tensor(name, weights)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -73,12 +91,12 @@ def _weights(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Any
     return (rng.standard_normal(shape) * gain * shape[-1] ** -0.5).astype(np.float32)
 
 
-def _attention(writer: GGUFWriter, kv_heads: int | list[int]) -> None:
+def _attention(writer: GGUFWriter, kv_heads: int | list[int], feeds: list[int] | None = None) -> None:
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(kv_heads)
     writer.add_key_length(HEAD)
     writer.add_value_length(HEAD)
-    writer.add_feed_forward_length(FFN)
+    writer.add_feed_forward_length(feeds or FFN)
     writer.add_rope_freq_base(10_000.0)
 
 
@@ -162,15 +180,49 @@ def _lfm2(writer: GGUFWriter) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
+def _nemotron_h(writer: GGUFWriter) -> dict[str, tuple[int, ...]]:
+    """Write the metadata of layers of three kinds: mamba2, attention, feed-forward."""
+    kinds = "MAFM"
+    writer.add_block_count(len(kinds))
+    writer.add_layer_norm_eps(1e-5)
+    writer.add_ssm_conv_kernel(KERNEL)
+    writer.add_ssm_inner_size(INNER)
+    writer.add_ssm_state_size(STATE)
+    writer.add_ssm_time_step_rank(DELTA_HEADS)
+    writer.add_ssm_group_count(DELTA_GROUPS)
+    _attention(writer, [KV_HEADS * (kind == "A") for kind in kinds], [FFN * (kind == "F") for kind in kinds])
+    conv = INNER + 2 * DELTA_GROUPS * STATE
+    tensors: dict[str, tuple[int, ...]] = {}
+    for layer, kind in enumerate(kinds):
+        block = f"blk.{layer}"
+        tensors[f"{block}.attn_norm.weight"] = (WIDTH,)
+        if kind == "M":
+            tensors |= {
+                f"{block}.ssm_in.weight": (INNER + conv + DELTA_HEADS, WIDTH),
+                f"{block}.ssm_conv1d.weight": (conv, KERNEL),
+                f"{block}.ssm_conv1d.bias": (conv,),
+                f"{block}.ssm_dt.bias": (DELTA_HEADS,),
+                f"{block}.ssm_a": (DELTA_HEADS, 1),
+                f"{block}.ssm_d": (DELTA_HEADS, 1),
+                f"{block}.ssm_norm.weight": (DELTA_GROUPS, INNER // DELTA_GROUPS),
+                f"{block}.ssm_out.weight": (WIDTH, INNER),
+            }
+        elif kind == "A":
+            tensors |= {name: shape for name, shape in _attention_tensors(block).items() if "_norm" not in name}
+        else:
+            tensors |= {f"{block}.ffn_up.weight": (FFN, WIDTH), f"{block}.ffn_down.weight": (WIDTH, FFN)}
+    return tensors
+
+
 def _qwen35(writer: GGUFWriter, *, heads: bool) -> dict[str, tuple[int, ...]]:
-    layers, inner = DELTA_LAYERS, DELTA_HEADS * DELTA_HEAD
+    layers, interval, inner = DELTA_LAYERS, 4, DELTA_HEADS * DELTA_HEAD
     writer.add_block_count(layers + heads)
     writer.add_ssm_conv_kernel(KERNEL)
     writer.add_ssm_inner_size(inner)
     writer.add_ssm_state_size(DELTA_HEAD)
     writer.add_ssm_time_step_rank(DELTA_HEADS)
     writer.add_ssm_group_count(DELTA_GROUPS)
-    writer.add_uint32(f"{writer.arch}.full_attention_interval", layers)
+    writer.add_uint32(f"{writer.arch}.full_attention_interval", interval)
     writer.add_rope_dimension_sections([8, 4, 4, 0])
     _attention(writer, KV_HEADS)
     conv = 2 * DELTA_GROUPS * DELTA_HEAD + inner
@@ -179,7 +231,7 @@ def _qwen35(writer: GGUFWriter, *, heads: bool) -> dict[str, tuple[int, ...]]:
         block = f"blk.{layer}"
         tensors |= {name: shape for name, shape in _feed_forward(block).items() if not name.endswith("ffn_norm.weight")}
         tensors[f"{block}.post_attention_norm.weight"] = (WIDTH,)
-        if layer == layers - 1:
+        if (layer + 1) % interval == 0:
             tensors |= _attention_tensors(block) | {f"{block}.attn_q.weight": (2 * HEADS * HEAD, WIDTH)}
             continue
         tensors |= {
@@ -196,10 +248,11 @@ def _qwen35(writer: GGUFWriter, *, heads: bool) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
-def _next_tokens(writer: GGUFWriter) -> dict[str, tuple[int, ...]]:
+def _next_tokens(writer: GGUFWriter, *, named: bool) -> dict[str, tuple[int, ...]]:
     """Add one layer that predicts the token after the next: a block that attends, behind all others."""
     block = f"blk.{DELTA_LAYERS}"
-    writer.add_uint32(f"{writer.arch}.nextn_predict_layers", 1)
+    if named:
+        writer.add_uint32(f"{writer.arch}.nextn_predict_layers", 1)
     tensors = {name: shape for name, shape in _feed_forward(block).items() if not name.endswith("ffn_norm.weight")}
     tensors |= _attention_tensors(block) | {f"{block}.attn_q.weight": (2 * HEADS * HEAD, WIDTH)}
     return tensors | {

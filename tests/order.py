@@ -43,6 +43,8 @@ LONG_FILES = (
     "tests/backends/torch/test_row_counts.py",
     "tests/backends/llama/test_speculation.py",
     "tests/backends/llama/test_heads.py",
+    "tests/backends/llama/test_draft_kills.py",
+    "tests/backends/llama/test_draft_workloads.py",
     "tests/engine/speculation/test_drafting_properties.py",
     "tests/checkpoints/test_gguf_fuzz.py",
     "tests/engine/test_scheduler_properties.py",

@@ -3,6 +3,7 @@
     gemma3    a picture has 16 tokens that attend to each other; half of the layers have a sliding window
     qwen3vl   a picture has tokens by its size, rows and columns as positions (M-RoPE), and vectors for a deeper layer
     idefics3  a picture is cut into tiles, with tokens of text between them (SmolVLM)
+    qwen35    positions as of qwen3vl; recurrent layers, and a head that predicts the token after the next one
 
 Owns their shapes. The vocabulary is that of `tests.tiny`. Knows nothing of edgelm.
 """
@@ -19,10 +20,20 @@ import numpy as np
 from gguf import GGUFWriter
 from numpy.typing import NDArray
 
-from tests.odd_models import HEAD, KV_HEADS, VOCAB, WIDTH, _attention, _attention_tensors, _feed_forward, _weights
+from tests.odd_models import (
+    HEAD,
+    KV_HEADS,
+    VOCAB,
+    WIDTH,
+    _attention,
+    _attention_tensors,
+    _feed_forward,
+    _weights,
+    write_odd,
+)
 from tests.tiny import Tiny, _write_tokenizer, vocabulary
 
-Kind = Literal["gemma3", "qwen3vl", "idefics3"]
+Kind = Literal["gemma3", "qwen3vl", "idefics3", "qwen35"]
 KINDS: tuple[Kind, ...] = ("gemma3", "qwen3vl", "idefics3")
 LAYERS, WINDOW = 6, 32
 EYE_WIDTH, EYE_HEADS, EYE_FFN, EYE_LAYERS = 32, 2, 64, 2
@@ -34,6 +45,7 @@ TEMPLATE = (
 _AROUND: dict[Kind, tuple[str, ...]] = {
     "gemma3": ("<start_of_image>", "<end_of_image>"),
     "qwen3vl": ("<|vision_start|>", "<|vision_end|>"),
+    "qwen35": ("<|vision_start|>", "<|vision_end|>"),
     "idefics3": (
         "\n\n",
         "<fake_token_around_image>",
@@ -42,16 +54,28 @@ _AROUND: dict[Kind, tuple[str, ...]] = {
     ),
 }
 _ARCH: dict[Kind, str] = {"gemma3": "gemma3", "qwen3vl": "qwen3vl", "idefics3": "llama"}
-_PROJECTOR: dict[Kind, str] = {"gemma3": "gemma3", "qwen3vl": "qwen3vl_merger", "idefics3": "idefics3"}
+_PROJECTOR: dict[Kind, str] = {
+    "gemma3": "gemma3",
+    "qwen3vl": "qwen3vl_merger",
+    "idefics3": "idefics3",
+    "qwen35": "qwen3vl_merger",
+}
 
 
 def write_pair(folder: Path, kind: Kind, seed: int = 0, template: str = TEMPLATE) -> tuple[Path, Path]:
     """Write a model and its projector into a folder; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     model, projector = folder / f"tiny-{kind}.gguf", folder / f"mmproj-tiny-{kind}.gguf"
-    _write_model(model, kind, seed, template)
+    if kind == "qwen35":
+        write_odd(model, "qwen35", seed, heads=0.0, tiny=_tiny(kind, template))
+    else:
+        _write_model(model, kind, seed, template)
     _write_projector(projector, kind, seed)
     return model, projector
+
+
+def _tiny(kind: Kind, template: str) -> Tiny:
+    return Tiny(vocab_size=VOCAB, chat_template=template, control=("<|im_start|>", "<|im_end|>", *_AROUND[kind]))
 
 
 def png(width: int, height: int, seed: int = 0) -> bytes:
@@ -77,15 +101,14 @@ def encode_png(pixels: NDArray[np.uint8]) -> bytes:
 def _write_model(path: Path, kind: Kind, seed: int, template: str) -> None:
     rng = np.random.default_rng(seed)
     writer = GGUFWriter(path, _ARCH[kind])
-    control = ("<|im_start|>", "<|im_end|>", *_AROUND[kind])
+    tiny = _tiny(kind, template)
     writer.add_name(f"tiny {kind}")
     writer.add_context_length(2048)
     writer.add_embedding_length(WIDTH)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(VOCAB)
     writer.add_block_count(LAYERS)
-    tiny = Tiny(vocab_size=VOCAB, chat_template=template, control=control)
-    _write_tokenizer(writer, tiny, [*vocabulary(VOCAB - len(control)), *control])
+    _write_tokenizer(writer, tiny, [*vocabulary(VOCAB - len(tiny.control)), *tiny.control])
     _attention(writer, KV_HEADS)
     tensors: dict[str, tuple[int, ...]] = {}
     for layer in range(LAYERS):
@@ -122,7 +145,7 @@ def _write_projector(path: Path, kind: Kind, seed: int) -> None:
         "image_size": SIDE,
         "patch_size": PATCH,
     }
-    merge = {"qwen3vl": "spatial_merge_size"}.get(kind, "projector.scale_factor")
+    merge = "spatial_merge_size" if kind.startswith("qwen") else "projector.scale_factor"
     for name, number in (numbers | {merge: MERGE}).items():
         writer.add_uint32(f"clip.vision.{name}", number)
     if kind == "idefics3":
@@ -145,7 +168,7 @@ def _eye_tensors(kind: Kind) -> dict[str, tuple[int, ...]]:
         tensors |= _layer(f"{block}.ln1", EYE_WIDTH) | _layer(f"{block}.ln2", EYE_WIDTH)
         tensors |= _linear(f"{block}.attn_out", EYE_WIDTH, EYE_WIDTH)
         tensors |= _linear(f"{block}.ffn_up", EYE_WIDTH, EYE_FFN) | _linear(f"{block}.ffn_down", EYE_FFN, EYE_WIDTH)
-        if kind == "qwen3vl":
+        if kind.startswith("qwen"):
             tensors |= _linear(f"{block}.attn_qkv", EYE_WIDTH, 3 * EYE_WIDTH)
         else:
             for name in "qkv":
@@ -158,6 +181,7 @@ def _eye_tensors(kind: Kind) -> dict[str, tuple[int, ...]]:
     else:
         tensors["v.patch_embd.weight.1"] = tensors["v.patch_embd.weight"]
         tensors |= _linear("mm.0", merged, merged) | _linear("mm.2", merged, WIDTH)
+    if kind == "qwen3vl":
         tensors |= _layer("v.deepstack.0.norm", merged)
         tensors |= _linear("v.deepstack.0.fc1", merged, merged) | _linear("v.deepstack.0.fc2", merged, WIDTH)
     return tensors

@@ -17,6 +17,7 @@ from edgelm.backends.llama.binding import load_mtmd
 from edgelm.backends.model import LoadedModel
 from edgelm.base.config import Settings
 from edgelm.base.errors import EngineError
+from edgelm.base.places import Places
 from edgelm.base.workers.messages import EngineJob
 from edgelm.engine.core import Stats
 from edgelm.jobs.answer import Answerer
@@ -82,9 +83,13 @@ class Seeing:
 
 
 @asynccontextmanager
-async def seeing(model: Path, prefixes: Path | None = None, **settings: Any) -> AsyncIterator[Seeing]:
+async def seeing(
+    model: Path, prefixes: Path | None = None, places: Places | None = None, **settings: Any
+) -> AsyncIterator[Seeing]:
+    """Run a model; with `places` it drafts, and keeps the drafters' data there."""
     own = Settings(ctx=CONTEXT, parallel=3, temperature=0.0, **settings)
-    loaded = await asyncio.to_thread(build, EngineJob(model=model, settings=own, prefixes=prefixes))
+    job = EngineJob(model=model, settings=own, prefixes=prefixes, drafts=places is not None)
+    loaded = await asyncio.to_thread(build, job, places=places)
     templates = TemplateRunner(loaded.tokenizer, loaded.prompt_tokens)
     try:
         yield Seeing(loaded, Answerer(loaded, templates, None, own))

@@ -17,7 +17,7 @@ from edgelm.backends.choice import EngineChoice, Situation, choose_engine, may_b
 from edgelm.backends.llama.placement import Wish
 from edgelm.backends.model import LoadedModel, OpenedModel, open_model
 from edgelm.backends.plan import MachineMemory
-from edgelm.backends.projectors import fitting_projector
+from edgelm.backends.projectors import fitting_heads, fitting_projector, names_heads
 from edgelm.backends.reports import LOGGED, Reports
 from edgelm.base.config import Settings
 from edgelm.base.errors import DeviceError, DoesNotFitError, EngineError, GpuLoadError, ModelError, RequestError
@@ -54,8 +54,10 @@ def build(job: EngineJob, reports: Reports = LOGGED, places: Places | None = Non
     settings, places = job.settings, places or own_places()
     template = read_template_file(settings.template) if settings.template else None
     draft = find_draft_model(settings, places.hub) if job.drafts else None
+    named = draft.path if draft else None
+    has_heads = names_heads(named)
     with open_model(job.model) as model:
-        beside = draft.path if draft else None
+        beside = None if has_heads else named
         choice = choose(model, settings, draft=beside, least_context=job.least_context, cuda_problem=job.cuda_problem)
         for reason in choice.reasons:
             log.info("%s", reason)
@@ -64,6 +66,8 @@ def build(job: EngineJob, reports: Reports = LOGGED, places: Places | None = Non
         if choice.engine == "torch":
             if find_projector(settings, job.model):
                 reports.warn("the torch engine reads no pictures; --engine llama does")
+            if has_heads:
+                reports.warn("the torch engine drafts by no heads; --engine llama does")
             from edgelm.backends.torch.build import build_torch  # it imports torch, which is not on every machine
 
             with _gpu_load(choice, settings, reports) as watched:
@@ -76,7 +80,9 @@ def build(job: EngineJob, reports: Reports = LOGGED, places: Places | None = Non
         if facts.summary.kind == "text":
             eyes = fitting_projector(settings, job.model, facts.summary, reports.warn)
         projector = eyes.path if eyes else None
-        files = LlamaFiles(parts, require_gguf(draft).path if draft else None, adapters, projector)
+        heads = fitting_heads(settings, job.model, facts, named, reports.warn) if job.drafts else None
+        small = require_gguf(draft).path if draft and not has_heads else None
+        files = LlamaFiles(parts, small, adapters, projector, heads)
         loaded = build_llama(job, facts, files, gpu=choice.device == "gpu", places=places, reports=reports)
     unused_gpu = choice.unused_gpu or partly_used(loaded.engine.info.device, choice, settings)
     if unused_gpu and not choice.unused_gpu:
@@ -200,7 +206,8 @@ def predict(
     `limited`: --max-memory bounds it. `freed_gpu_bytes` of a GPU's memory are taken now and will be free; negative:
     promised to others. Raises ModelError, EdgeLMError.
     """
-    draft = draft if settings.drafts else None
+    named = draft if settings.drafts else None
+    draft = None if names_heads(named) else named
     with open_model(path) as model, open_model(draft) if draft else nullcontext() as small:
         choice = choose(model, settings, draft=draft, freed_gpu_bytes=freed_gpu_bytes, cuda_problem=cuda_problem)
         on_gpu = choice.device == "cuda"
@@ -226,8 +233,16 @@ def predict(
 
             facts = with_adapters(facts, adapters)
         wish = Wish.of(settings, llama_devices(facts) if choice.device == "gpu" else ()).with_room(freed_gpu_bytes)
-        beside = small.facts if small else None
-        planned = plan_context(path, facts, settings, wish, draft_facts=beside, repack=repack, machine=machine)
+        planned = plan_context(
+            path,
+            facts,
+            settings,
+            wish,
+            draft_facts=small.facts if small else None,
+            heads=fitting_heads(settings, path, facts, named),
+            repack=repack,
+            machine=machine,
+        )
         return planned.footprint(choice.device)
 
 

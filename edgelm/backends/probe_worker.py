@@ -33,9 +33,11 @@ if TYPE_CHECKING:
 def _choose(request: ChooseEngine, child: Child) -> None:
     from edgelm.backends.build import choose
     from edgelm.backends.model import open_model
+    from edgelm.backends.projectors import fitting_heads, names_heads
 
     with open_model(request.model) as model:
-        choice = choose(model, request.settings, draft=request.draft)
+        draft = None if names_heads(request.draft) else request.draft
+        choice = choose(model, request.settings, draft=draft)
         devices: tuple[Device, ...] = ()
         if choice.device == "gpu":
             from edgelm.backends.llama.devices import llama_devices
@@ -45,8 +47,11 @@ def _choose(request: ChooseEngine, child: Child) -> None:
         if choice.engine == "llama" and request.settings.drafts:
             from edgelm.backends.llama.build import may_use_heads, rollback_len
 
-            rollback = rollback_len(request.model, model.facts)
-            heads = may_use_heads(model.facts, request.settings, rollback, Wish.of(request.settings, devices))
+            facts, settings = model.facts, request.settings
+            rollback = rollback_len(request.model, facts)
+            if beside := fitting_heads(settings, request.model, facts, request.draft):
+                facts = facts.with_heads(beside.facts)
+            heads = may_use_heads(facts, settings, rollback, Wish.of(settings, devices))
     cuda = find_cuda() if choice.device == "cuda" else None
     found = (cuda, devices, rollback, heads)
     child.send(ChosenEngine(choice.engine, choice.device, choice.reasons, *found, choice.unused_gpu, choice.routes))
@@ -106,7 +111,7 @@ def _lay_out(request: LayOutContext, child: Child) -> None:
 
 
 @cache
-def _buffers(path: Path, sequences: int, repack: bool, rollback: int, heads: bool) -> LlamaBuffers:
+def _buffers(path: Path, sequences: int, repack: bool, rollback: int, heads: Path | None) -> LlamaBuffers:
     from edgelm.backends.llama.buffers import LlamaBuffers
     from edgelm.checkpoints.gguf import open_gguf
     from edgelm.checkpoints.summary import model_summary

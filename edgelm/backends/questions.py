@@ -101,7 +101,7 @@ class LayOutContext:
     sequences: int
     repack: bool
     rollback: int
-    heads: bool
+    heads: Path | None  # the file of those that draft
     kv: str
     context: int
 
@@ -167,7 +167,7 @@ class BufferProbe:
         sequences: int,
         repack: bool = True,
         rollback: int = 0,
-        heads: bool = False,
+        heads: Path | None = None,
     ) -> None:
         self.exact = True
         self._model = path, sequences, repack, rollback, heads

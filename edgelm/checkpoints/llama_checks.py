@@ -18,6 +18,7 @@ from edgelm.checkpoints.files import shown
 from edgelm.checkpoints.gguf import GGUF
 from edgelm.checkpoints.gguf_parse import Array, Tensor
 from edgelm.checkpoints.shape import MAX_VOCAB, Shape, gguf_experts, gguf_shape
+from edgelm.checkpoints.summary import has_only_heads
 
 MAX_VOCAB_BYTES = 2**25
 MAX_EXPERTS = 1024
@@ -58,13 +59,31 @@ NOT_MODELS = {
 def check_for_llama(gguf: GGUF) -> None:
     """Raise ModelError for a file that llama.cpp cannot run, or that would make it abort or compute nonsense."""
     require_model(gguf)
+    if has_only_heads(gguf):
+        raise ModelError(
+            f"{gguf.name} holds only the heads that draft for a model",
+            "name the file of the model itself, and this one with --draft",
+        )
+    check_blocks(gguf, check_values(gguf))
+
+
+def check_heads_for_llama(gguf: GGUF) -> None:
+    """Raise ModelError for a file of heads with which llama.cpp would abort or compute nonsense."""
+    require_model(gguf)
+    require_tensor(gguf, "token_embd.weight")
+    require_tensor(gguf, "output_norm.weight")
+    check_values(gguf)
+
+
+def check_values(gguf: GGUF) -> Shape:
+    """Check all but the presence of the blocks, and return the sizes."""
     shape = gguf_shape(gguf.values)
     check_scalars(gguf)
     check_experts(gguf, shape)
     check_rope(gguf, shape)
     check_vocabulary(gguf)
     check_types(gguf)
-    check_blocks(gguf, shape)
+    return shape
 
 
 def require_model(gguf: GGUF) -> None:

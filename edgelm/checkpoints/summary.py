@@ -29,8 +29,8 @@ F16_BYTES = 2
 F32_BYTES = 4
 POOLINGS: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last", 4: "rank"}  # llama.cpp's numbers
 GEMMA2_SOFTCAP = {"gemma2": 50.0}  # of attention, where a file does not state it
+PREDICTING = frozenset({"qwen35", "qwen35moe"})  # with heads that were tried in llama.cpp
 # llama.cpp keeps no keys and values of these: every token attends to all others
-PREDICTING = frozenset({"qwen35"})  # with heads that were tried in llama.cpp
 ENCODERS = frozenset(
     "bert nomic-bert nomic-bert-moe jina-bert-v2 jina-bert-v3 neo-bert modern-bert eurobert gemma-embedding t5encoder"
     " llama-embed".split()
@@ -95,6 +95,13 @@ class ModelFacts:
     def with_rollback(self, length: int) -> ModelFacts:
         """Return the facts with a copy of the states for each of so many tokens that can be taken back."""
         return replace(self, state_bytes=self.state_bytes * (1 + length))
+
+    def with_heads(self, heads: ModelFacts) -> ModelFacts:
+        """Return the facts with the tensors of another file: the heads, and their own copy of the vocabulary's."""
+        tensors = [tensor._replace(name=f"heads.{tensor.name}") for tensor in heads.tensors]
+        if heads.tied:  # the embedding is the output matrix, too
+            tensors = [t._replace(name="heads.output.weight") if "token_embd" in t.name else t for t in tensors]
+        return replace(self, mtp_heads=heads.mtp_heads, tensors=(*self.tensors, *tensors))
 
 
 class WeightBytes(NamedTuple):
@@ -165,6 +172,11 @@ def mtp_heads(gguf: GGUF, summary: ModelSummary) -> int:
     return int(
         all(f"blk.{summary.layers - 1}.nextn.{name}.weight" in gguf.tensors for name in ("eh_proj", "enorm", "hnorm"))
     )
+
+
+def has_only_heads(gguf: GGUF) -> bool:
+    """Tell whether a file has no layers but those that predict ahead: they draft for the model of another file."""
+    return bool(gguf.values.get("nextn_predict_layers")) and "blk.0.attn_norm.weight" not in gguf.tensors
 
 
 def kind_and_pooling(gguf: GGUF) -> tuple[ModelKind, Pooling]:

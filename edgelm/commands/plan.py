@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +23,7 @@ from edgelm.backends.llama.memory import LlamaMemory, repacked_types
 from edgelm.backends.llama.offload import OffloadedMemory
 from edgelm.backends.llama.placement import ON_CPU, Device, Placement, Wish
 from edgelm.backends.plan import DraftModel, MachineMemory, Option, Plan, draft_layouts, plan
-from edgelm.backends.projectors import fitting_projector
+from edgelm.backends.projectors import HeadsFile, fitting_heads, fitting_projector, names_heads
 from edgelm.backends.questions import BufferProbe, ChosenEngine, ask_choice
 from edgelm.backends.torch.memory import plan_for_torch
 from edgelm.base.config import Config, Settings, load_config
@@ -64,13 +65,16 @@ def show_plan(model: Model, flags: Annotated[Flags, SettingsOf("plan")], *, as_j
     draft = find_draft_model(settings, config.places.hub)
     choice = ask_choice(path, settings, draft.path if draft else None)
     facts = _read_facts(path)
+    named = draft.path if draft else None
+    if names_heads(named):
+        draft = None
     if draft and choice.engine == "llama":
         require_gguf(draft)
     draft_facts = _read_facts(draft.path) if draft else None
     beside = loaded_beside(config.places.runtime, config.library)
     memory = read_machine(settings, config.places)
     memory = replace(memory, free_bytes=max(0, memory.free_bytes - beside.outstanding_bytes))
-    projector, problems = None, list[str]()
+    projector, problems, heads_file, unfit = None, list[str](), None, list[str]()
     if choice.engine == "torch":
         if choice.cuda is not None:
             memory = replace(memory, free_bytes=choice.cuda.free_bytes, read_bytes_per_s=0.0, others=None)
@@ -80,16 +84,18 @@ def show_plan(model: Model, flags: Annotated[Flags, SettingsOf("plan")], *, as_j
     else:
         facts = _with_adapters(path, facts, config)
         projector = fitting_projector(settings, path, facts.summary, problems.append)
+        heads_file = fitting_heads(settings, path, facts, named, unfit.append)
         beside_bytes = projector.memory_bytes if projector else 0
-        parts = (draft_facts, beside_bytes, config, memory, choice.devices)
-        result, exact, placement = _plan_for_llama(path, facts, *parts)
-        # As in loading: with the states and heads that drafts need, if they cost nothing else.
-        for rollback, heads in draft_layouts(choice.rollback, choice.heads):
-            drafting = _plan_for_llama(path, facts.with_rollback(rollback), *parts, rollback, heads)
-            if drafting[0].preferred:
-                result, exact, placement = drafting
-                result = replace(result, heads=heads)
-                break
+        make_plan = partial(
+            _plan_for_llama,
+            path,
+            draft_facts=draft_facts,
+            projector_bytes=beside_bytes,
+            config=config,
+            memory=memory,
+            devices=choice.devices,
+        )
+        result, exact, placement = _plan_with_drafts(path, facts, heads_file, choice, make_plan)
     gpus = usable_gpus()
     with reader_may_leave():
         if as_json:
@@ -105,13 +111,24 @@ def show_plan(model: Model, flags: Annotated[Flags, SettingsOf("plan")], *, as_j
                 print(
                     f"pictures are read by {shown(projector.path.name)}: {_gib(projector.memory_bytes)} of the memory"
                 )
-            for problem in problems:
-                print(f"note: pictures are not read: {problem}")
+            if heads_file:
+                print(_heads_line(heads_file, used=result.heads))
+            for kind, reasons in (("pictures are not read", problems), ("no heads draft", unfit)):
+                for reason in reasons:
+                    print(f"note: {kind}: {reason}")
             needed = result.chosen.total_bytes if result.chosen else 0
             is_short = bool(choice.devices) and placement.gpu_layers <= facts.summary.layers
             for line in beside.lines(needed, result.usable_bytes, gpu_is_short=is_short):
                 print(line)
     result.require()
+
+
+def _heads_line(heads: HeadsFile, *, used: bool) -> str:
+    name = shown(heads.path.name)
+    if not used:
+        return f"the heads of {name} do not draft here"
+    size = sum(tensor.nbytes for tensor in heads.facts.tensors)
+    return f"drafts come from {name}: {_gib(size)} of the weights"
 
 
 def _read_facts(path: Path) -> ModelFacts:
@@ -149,6 +166,24 @@ def _plan_for_torch(
     return replace(result, snapshot_bytes=0)
 
 
+def _plan_with_drafts(
+    path: Path,
+    facts: ModelFacts,
+    heads_file: HeadsFile | None,
+    choice: ChosenEngine,
+    make_plan: Callable[..., tuple[Plan, bool, Placement]],
+) -> tuple[Plan, bool, Placement]:
+    """Return the plan as in loading: with the states and heads that drafts need, if they cost nothing else."""
+    with_heads = facts.with_heads(heads_file.facts) if heads_file else facts
+    for rollback, heads in draft_layouts(choice.rollback, choice.heads):
+        own = (with_heads if heads else facts).with_rollback(rollback)
+        file = (heads_file.path if heads_file else path) if heads else None
+        result, exact, placement = make_plan(own, rollback=rollback, heads=file)
+        if result.preferred:
+            return replace(result, heads=heads), exact, placement
+    return make_plan(facts)
+
+
 def _plan_for_llama(
     path: Path,
     facts: ModelFacts,
@@ -158,7 +193,7 @@ def _plan_for_llama(
     memory: MachineMemory,
     devices: Sequence[Device],
     rollback: int = 0,
-    heads: bool = False,
+    heads: Path | None = None,
 ) -> tuple[Plan, bool, Placement]:
     """Return the plan, whether llama.cpp itself gave its sizes, and the placement of the choice.
 
@@ -175,7 +210,7 @@ def _plan_for_llama(
             sequences=settings.parallel,
             copied_types=types,
             repeatable=repeatable and model is facts,
-            heads=heads and model is facts,
+            heads=heads is not None and model is facts,
         )
 
     draft = DraftModel.of(draft_facts, layout(draft_facts)) if draft_facts else None

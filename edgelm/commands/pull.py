@@ -76,6 +76,7 @@ def pull_model(
     mmproj: Annotated[
         bool, typer.Option("--mmproj/--no-mmproj", help="With the projector of a model that reads pictures.")
     ] = True,
+    mtp: Annotated[bool, typer.Option("--mtp/--no-mtp", help="With the file of the heads that draft.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the files, and whether the model fits.")] = False,
     offline: Annotated[bool, typer.Option("--offline", help="Use the files on this disk; open no connection.")] = False,
     as_json: Json = False,
@@ -95,15 +96,23 @@ def pull_model(
         return
     hub = Hub(config.places.hub_endpoint, config.places.hub)
     if dry_run:
-        prepared = prepare(reference, hub, mmproj=mmproj)
+        prepared = prepare(reference, hub, mmproj=mmproj, mtp=mtp)
         require_runnable_folder(prepared, hub, threading.Event())
         _print_preview(prepared, hub, config, as_json=as_json)
         return
     with (TerminalDisplay if sys.stderr.isatty() else Display)(sys.stderr) as display:
         try:
             other = None if quant or revision else stand_in(model)
-            show = display.show
-            pulled = pull(reference, hub, show, connections=connections, verify=verify, mmproj=mmproj, stand_in=other)
+            pulled = pull(
+                reference,
+                hub,
+                display.show,
+                connections=connections,
+                verify=verify,
+                mmproj=mmproj,
+                mtp=mtp,
+                stand_in=other,
+            )
         except KeyboardInterrupt:
             display.close()
             print(f"interrupted: {display.kept_text()}", file=sys.stderr)

@@ -122,6 +122,8 @@ def _lines(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "context", f"{document['context']:,} tokens" if document["context"] else "unknown"
     if document["mtp_heads"]:
         yield "drafts", "by a layer of its own that predicts the token after the next one (--draft mtp)"
+    elif heads := document["heads"]:
+        yield "drafts", _heads_text(heads)
     yield "tokenizer", _tokenizer_text(document["tokenizer"])
     if special := document["tokenizer"]["special"]:
         yield "special tokens", ", ".join(f"{name} {text}" for name, text in special.items())
@@ -141,6 +143,13 @@ def _projector_text(projector: dict[str, Any]) -> str:
         return f"not read: {reason}"
     size = size_text(projector["bytes"])
     return f"read by {Path(projector['path']).name}: {projector['kind']}, {projector['quantization']}, {size}"
+
+
+def _heads_text(heads: dict[str, Any]) -> str:
+    if reason := heads.get("error"):
+        return f"not by the file beside it: {reason}"
+    size = size_text(heads["bytes"])
+    return f"by {Path(heads['path']).name}: a layer that predicts the token after the next one, {size} (--draft mtp)"
 
 
 def _tokenizer_text(tokenizer: dict[str, Any]) -> str:

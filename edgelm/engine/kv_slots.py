@@ -11,7 +11,7 @@ Cells of an idle sequence slow down the steps of all others (8,192 of them: 3.5 
 cache to a snapshot as soon as another sequence runs. Some caches are not divisible (recurrent states, hybrids of them,
 and sliding windows, in which new tokens overwrite old positions): their prefixes can be reused only as a whole. So
 snapshots of running slots are saved too (save_points.py). The idle slot can also be cut by the few tokens that its
-states can go back (`rollback_len`): so it keeps a rejected draft until it is known where to cut.
+states can go back (`rollback_len`), if it ran alone: so it keeps a rejected draft until it is known where to cut.
 """
 
 from __future__ import annotations
@@ -129,6 +129,7 @@ class SlotKV:
         self._ops: list[Op] = []
         self._taken: tuple[Op, ...] = ()  # by the last step, which may have failed in the middle
         self._unmeasured: list[Snapshot] = []  # saved by recent steps
+        self._alone = True  # whether one sequence ran in the last step
         self._divisible = info.can_trim and info.keeps_all  # whether a part of a prefix can be used
         self._goes_back = not info.can_trim and info.rollback_len > 0
         self._max_bytes = snapshot_bytes
@@ -250,6 +251,7 @@ class SlotKV:
             self._keep(snapshot)
 
     def take_ops(self) -> tuple[Op, ...]:
+        self._alone = sum(slot.seq is not None for slot in self._slots) <= 1
         self._taken, self._ops = tuple(self._ops), []
         saved = {op.key for op in self._taken if isinstance(op, Save)}
         self._unmeasured += [snapshot for snapshot in self._snapshots if snapshot.key in saved] if saved else []
@@ -490,10 +492,13 @@ class SlotKV:
             self._ops.append(Trim(slot.id, seq.position(length) if seq else length))
 
     def _end_chunk(self, slot: Slot) -> None:
-        """Note how far the states behind the chunk that ran can go back; the one before its first token is lost."""
+        """Note how far the states behind the chunk that ran can go back; the one before its first token is lost.
+
+        Where others ran too, it can only before the next step: llama.cpp loses the earlier states of those it moves.
+        """
         end = self._cells.length(slot.id)
         if end > slot.final:
-            slot.shortest = max(slot.final + 1, end - self._info.rollback_len)
+            slot.shortest = max(slot.final + 1, end - self._info.rollback_len) if self._alone else end
 
     def _slot_of(self, seq: Sequence) -> Slot:
         assert isinstance(seq.kv, Slot)

@@ -46,6 +46,7 @@ class _Room:
     reserved: int  # running sequences not planned yet: a token and a row are kept for each
     decoding: int  # sequences that lack one token
     depth: int  # cached positions of the running sequences
+    draft_len: int = 0  # of the drafts in the step, where all must have one length; 0: there is none yet
 
     @property
     def admits(self) -> bool:
@@ -63,6 +64,7 @@ class Scheduler:
         self._kv = kv
         self._clock = clock
         self._drafter = drafter if info.can_draft else None
+        self._equal_drafts = not info.can_trim  # states can go back behind one pass only, which takes equal lengths
         self.waiting = AdmissionQueue()
         self.running: list[Sequence] = []  # the first one was admitted before the others
         self.num_preemptions = 0
@@ -336,6 +338,8 @@ class Scheduler:
         chunks.append(chunk)
         room.tokens -= 0 if chunk.is_picture else len(tokens)  # a picture runs in a batch of its own
         room.rows -= rows
+        if self._equal_drafts:
+            room.draft_len = room.draft_len or len(seq.draft)
         if missing > 1:
             room.prefill = room.prefill - length if length == missing else 0  # none is admitted after an unfinished one
         return fits
@@ -355,6 +359,8 @@ class Scheduler:
         admissible = min(len(self.waiting), self._info.max_sequences - len(self.running))  # drafts leave them room
         max_len = min(room.tokens, room.rows) - room.reserved - admissible - 1
         max_len = min(max_len, self._max_draft, self._max_draft_len(seq))
+        if room.draft_len:
+            max_len = room.draft_len if room.draft_len <= max_len else 0
         if max_len <= 0:
             return []
         rows = self._info.max_rows - room.rows + room.reserved + 1
@@ -363,7 +369,11 @@ class Scheduler:
         seq.num_forced = len(forced)
         if len(forced) < max_len:
             draft = (forced + drafter.propose(seq, costs[len(forced) :], forced))[:max_len]
-        return draft[: seq.matcher.allowed(draft)] if seq.matcher else draft
+        draft = draft[: seq.matcher.allowed(draft)] if seq.matcher else draft
+        if len(draft) < room.draft_len:
+            seq.num_forced = 0
+            return []
+        return draft
 
     def _max_draft_len(self, seq: Sequence) -> int:
         """Return the length of the longest draft that fits in the context and in the rest of the answer."""

@@ -84,14 +84,15 @@ def read_details(path: Path, settings: Settings) -> dict[str, Any]:
                     )
                 memory = None if details.problem else _folder_memory(model, settings, by_llama=encoder)
                 identity = content_identity(model)
-            document = {"format": "safetensors", "memory": memory, "identity": identity, "projector": None}
-            return details.document() | document
+            document = {"format": "safetensors", "memory": memory, "identity": identity}
+            return details.document() | document | {"projector": None, "heads": None}
         with open_gguf(path) as gguf:
             details = gguf_details(gguf)
             memory = None if details.problem else _gguf_memory(gguf, settings)
             identity = content_identity(gguf)
         document = {"format": "gguf", "memory": memory, "identity": identity}
-        return details.document() | document | {"projector": _projector(path, settings, details.summary)}
+        beside = {"projector": _projector(path, settings, details.summary), "heads": _heads(path, settings)}
+        return details.document() | document | beside
     except ModelError as error:
         return {"error": str(error)}
 
@@ -106,6 +107,20 @@ def _projector(path: Path, settings: Settings, summary: ModelSummary) -> dict[st
             return projector.document()
     except ModelError as error:
         problems.append(error.message)
+    return {"error": problems[0]} if problems else None
+
+
+def _heads(path: Path, settings: Settings) -> dict[str, Any] | None:
+    """Return what the file of a model's heads is, or why it cannot be used; None: there is none beside it."""
+    from edgelm.backends.projectors import fitting_heads  # as above
+    from edgelm.checkpoints.summary import model_facts
+
+    problems: list[str] = []
+    with open_gguf(path) as gguf:
+        heads = fitting_heads(settings, path, model_facts(gguf), None, problems.append)
+    if heads:
+        summary = heads.facts.summary
+        return {"path": str(heads.path), "quantization": summary.quantization, "bytes": summary.nbytes}
     return {"error": problems[0]} if problems else None
 
 

@@ -25,7 +25,7 @@ from edgelm.base.atomic import atomic_write
 from edgelm.base.errors import EdgeLMError, ModelError
 from edgelm.library.catalog import find_entry, name_of
 from edgelm.library.names import CatalogName, HubReference, Reference, parse_name, shown
-from edgelm.library.selection import is_projector, quantization_of
+from edgelm.library.selection import is_companion, quantization_of
 
 if TYPE_CHECKING:
     from edgelm.library.hub import HubFile, Listing
@@ -92,14 +92,14 @@ class Unfinished:
     @property
     def quantization(self) -> str | None:
         """The label of the model whose file it is, as far as it is known."""
-        if self.file is None or is_projector(self.file):
+        if self.file is None or is_companion(self.file):
             return self.reference.quantization if self.reference else None
         return quantization_of(self.file)
 
     @property
     def name(self) -> str:
         """The name by which `edgelm pull` resumes it, as far as it is known."""
-        if self.file is None or not self.file.casefold().endswith(".gguf") or is_projector(self.file):
+        if self.file is None or not self.file.casefold().endswith(".gguf") or is_companion(self.file):
             return str(self.reference or self.repository)
         label = self.quantization
         if label is None:

@@ -1,16 +1,19 @@
-"""Where the projector of a model is: the GGUF beside it with the part that reads pictures.
+"""Where the other parts of a model are: the GGUF beside it that reads pictures, its projector, and the one that drafts.
 
     a GGUF in a folder                 mmproj-….gguf in the same folder, with the model's name or with no other model's
     a GGUF in the hub's cache          the same, at any level of its revision: `edgelm pull` takes it along
     a blob in Ollama's store           the blob of the kind "projector" in the model's manifest
     --mmproj FILE                      this one; off: none
 
-Owns these rules. Opens no projector: backends/projectors.py does.
+The heads that draft, mtp-….gguf, lie beside it by the same names; `--draft FILE` names others. Ollama has none.
+
+Owns these rules. Opens no file: backends/projectors.py does.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from edgelm.base.config import Settings
@@ -19,7 +22,7 @@ from edgelm.base.places import expand_home
 from edgelm.library.hub_cache import names_in
 from edgelm.library.names import shown
 from edgelm.library.ollama_store import BLOBS, is_store, projector_blob
-from edgelm.library.selection import projector_among
+from edgelm.library.selection import heads_among, projector_among
 
 SNAPSHOTS = "snapshots"
 
@@ -43,6 +46,15 @@ def projector_of(path: Path) -> Path | None:
     store = path.parent.parent
     if path.parent.name == BLOBS and is_store(store):
         return projector_blob(store, path)
+    return _beside(path, projector_among)
+
+
+def heads_of(path: Path) -> Path | None:
+    """Return the file of the heads that draft for the model at a path; None: there is none beside it."""
+    return _beside(path, heads_among)
+
+
+def _beside(path: Path, choose: Callable[..., str | None]) -> Path | None:
     if not path.name.casefold().endswith(".gguf"):
         return None
     revision = next((folder for folder in path.parents if folder.parent.name == SNAPSHOTS), None)
@@ -55,5 +67,5 @@ def projector_of(path: Path) -> Path | None:
         for name in names_in(folder, [])
         if (folder / name).is_file()
     ]
-    name = projector_among(names, inside.as_posix(), one_family=revision is not None)
+    name = choose(names, inside.as_posix(), one_family=revision is not None)
     return None if name is None else root / name

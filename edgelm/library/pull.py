@@ -94,8 +94,9 @@ def prepare(
     cancelled: threading.Event | None = None,
     *,
     mmproj: bool = True,
+    mtp: bool = True,
 ) -> PreparedPull:
-    """List the repository once, and select the files: those of a model that sees with its projector, if `mmproj`.
+    """List the repository once, and select the files: with the model's projector if `mmproj`, its heads if `mtp`.
 
     Raises EdgeLMError if the model or the hub is missing.
     """
@@ -111,7 +112,7 @@ def prepare(
     else:
         listing = hub.list_files(reference.repository, reference.revision, cancelled or threading.Event(), on_wait)
     selection = select_files(reference, {file.path: file.size for file in listing.files})
-    selected = {*selection.files, selection.projector if mmproj else None}
+    selected = {*selection.files, selection.projector if mmproj else None, selection.heads if mtp else None}
     files = tuple(file for file in listing.files if file.path in selected)
     if empty := [file.path for file in files if not file.size and file.path.endswith((".gguf", ".safetensors"))]:
         message = f"{empty[0]} of {listing.repository} has no bytes"
@@ -128,9 +129,10 @@ def pull(
     connections: int = CONNECTIONS,
     verify: bool = False,
     mmproj: bool = True,
+    mtp: bool = True,
     stand_in: HubReference | None = None,
 ) -> Pulled:
-    """Download the missing bytes of a model, and of its projector if `mmproj`; `report` is called in this thread.
+    """Download the missing bytes of a model, and as `prepare` says; `report` is called in this thread.
 
     `verify` reads the files that are here, and downloads those with a wrong checksum again. Where the hub cannot be
     reached, `stand_in` is pulled instead.
@@ -140,7 +142,7 @@ def pull(
     started = time.monotonic()
     cancelled = threading.Event() if cancelled is None else cancelled
     try:
-        prepared = prepare(reference, hub, report, cancelled, mmproj=mmproj)
+        prepared = prepare(reference, hub, report, cancelled, mmproj=mmproj, mtp=mtp)
     except UnreachableError:
         if stand_in is None:
             raise

@@ -21,7 +21,7 @@ from edgelm.library.catalog import name_of
 from edgelm.library.hub_cache import Repository, Snapshot, names_in, repositories
 from edgelm.library.names import STARTER, HubReference, is_label
 from edgelm.library.ollama_store import is_store, stored_models
-from edgelm.library.projectors import projector_of
+from edgelm.library.projectors import heads_of, projector_of
 from edgelm.library.selection import group_ggufs, is_safetensors_folder
 
 SHORT_COMMIT_LEN = 12  # digits of a commit, to tell revisions apart
@@ -58,8 +58,8 @@ class LocalModel:
 
     @property
     def all_files(self) -> tuple[Path, ...]:
-        """The files of the model, with its projector."""
-        return self.files if self.projector is None else (*self.files, self.projector)
+        """The files of the model, with its projector and its heads."""
+        return (*self.files, *filter(None, (self.projector, heads_of(self.path))))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ Opens no file.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +19,10 @@ from edgelm.base.errors import ModelError
 from edgelm.library.names import QUANTIZATION, HubReference
 
 GGUF_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL | re.IGNORECASE)
-AUXILIARY = re.compile(r"(?:^|[-._])(?:mmproj|imatrix)(?:[-._]|$)", re.IGNORECASE)  # read with a model, not alone
+AUXILIARY = re.compile(  # read with a model, not alone
+    r"(?:^|[-._])(?:mmproj|imatrix)(?:[-._]|$)|^(?:mtp|eagle3|dflash|dspark)-", re.IGNORECASE
+)
+HEADS = re.compile(r"^mtp-", re.IGNORECASE)  # the layers of a model that draft; a whole model may have MTP in its name
 PROJECTOR = re.compile(r"(?:^|[-._])mmproj(?:[-._]|$)", re.IGNORECASE)  # the part of a model that reads pictures
 PROJECTOR_TYPES = ("F16", "BF16", "Q8_0", "F32")  # the best first: it is small, and llama.cpp is fastest with F16
 _LABEL = re.compile(rf"(?:^|[-._])({QUANTIZATION})(?=[-.]|$)", re.IGNORECASE | re.ASCII)
@@ -69,10 +72,11 @@ class Selection:
     main: str
     quantization: str | None = None
     projector: str | None = None  # beside `files`: the part that reads pictures
+    heads: str | None = None  # beside `files`: the layers that draft
 
 
 def group_ggufs(names: Iterable[str]) -> list[GGUFFiles]:
-    """Group paths (with slashes) into models, all shards of one together; skip projectors and the like."""
+    """Group paths (with slashes) into models, all shards of one together; skip projectors, heads and the like."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name in sorted(names):
         if not name.casefold().endswith(".gguf") or AUXILIARY.search(_last(name)):
@@ -98,14 +102,42 @@ def projector_among(names: Iterable[str], model: str, *, one_family: bool) -> st
 
     `one_family`: all models beside it are the same one in other quantizations, or share a projector.
     """
+    return min(_beside(names, model, is_projector, one_family=one_family), key=_projector_rank, default=None)
+
+
+def heads_among(names: Iterable[str], model: str, *, one_family: bool) -> str | None:
+    """Return the file of a GGUF's heads among the paths beside it, found as a projector is.
+
+    The model's own quantization comes first, then the usual order.
+    """
+    label = quantization_of(model)
+
+    def rank(name: str) -> tuple[bool, int, int, str]:
+        return quantization_of(name) != label, _rank(quantization_of(name) or ""), name.count("/"), name
+
+    return min(_beside(names, model, is_heads, one_family=one_family), key=rank, default=None)
+
+
+def is_heads(name: str) -> bool:
+    """Return whether a file has only the layers of a model that draft, by its name."""
+    return name.casefold().endswith(".gguf") and HEADS.search(_last(name)) is not None
+
+
+def is_companion(name: str) -> bool:
+    """Return whether a file is pulled with a model, whose name says nothing of it."""
+    return is_projector(name) or is_heads(name)
+
+
+def _beside(names: Iterable[str], model: str, is_one: Callable[[str], bool], *, one_family: bool) -> list[str]:
+    """Return the files of a kind that have the model's name, or where none has it, no other model's."""
     names = list(names)
-    projectors = list(filter(is_projector, names))
+    candidates = list(filter(is_one, names))
     base, others = _base(model), {_base(group.first) for group in group_ggufs(names)}
-    own = [name for name in projectors if _base(name) == base]
-    if not own:
-        others.discard(base)
-        own = [name for name in projectors if _base(name) not in others] if one_family or not others else []
-    return min(own, key=_projector_rank, default=None)
+    own = [name for name in candidates if _base(name) == base]
+    if own:
+        return own
+    others.discard(base)
+    return [name for name in candidates if _base(name) not in others] if one_family or not others else []
 
 
 def _projector_rank(name: str) -> tuple[int, int, str]:
@@ -117,7 +149,7 @@ def _projector_rank(name: str) -> tuple[int, int, str]:
 def _base(name: str) -> str:
     """Return the name of a model in a file name: without its quantization and the words around it."""
     words = re.split(r"[-._]", _LABEL.sub("", _stem(name)).casefold())
-    return "-".join(word for word in words if word not in ("", "mmproj", "model"))
+    return "-".join(word for word in words if word not in ("", "mmproj", "mtp", "model"))
 
 
 def is_safetensors_folder(names: Iterable[str]) -> bool:
@@ -214,7 +246,8 @@ def _gguf(reference: HubReference, group: GGUFFiles, sizes: Mapping[str, int]) -
     if shard := GGUF_SHARD.fullmatch(group.first):
         _require_all(reference, group.files, shard["stem"], int(shard["count"]), "gguf")
     projector = projector_among(sizes, group.first, one_family=True)
-    return Selection(group.files, group.first, group.quantization, projector)
+    heads = heads_among(sizes, group.first, one_family=True)
+    return Selection(group.files, group.first, group.quantization, projector, heads)
 
 
 def _folder(reference: HubReference, sizes: Mapping[str, int]) -> Selection:

@@ -29,7 +29,7 @@ from edgelm.engine.clock import DecodeStep, Measured, StepClock, StepCosts
 from edgelm.engine.core import Sequence, Stats
 from edgelm.engine.watch import StepRecord
 from tests.engine.fake import SimpleDrafter
-from tests.odd_models import HEAD, KV_HEADS, write_odd
+from tests.odd_models import HEAD, KV_HEADS, Odd, write_odd
 from tests.tiny import write_tiny
 
 PROMPT = [7, 300, 41, 260, 33, 9, 120]
@@ -366,6 +366,40 @@ def test_texts_draft_first_and_heads_elsewhere(with_heads: Path, places: Places)
     assert accepted > 20
 
 
+@pytest.mark.parametrize("arch", ["qwen35", "qwen35moe"])
+@pytest.mark.parametrize("named", [False, True])
+def test_heads_in_a_file_beside_a_model_draft(arch: Odd, named: bool, tmp_path: Path, places: Places) -> None:
+    model = write_odd(tmp_path / "m.gguf", arch, heads=0.0, part="model")
+    heads = write_odd(tmp_path / ("drafts.gguf" if named else "mtp-m.gguf"), arch, heads=0.0, part="heads")
+    loaded = built(model, places, parallel=1, memory=False, draft=str(heads) if named else "mtp")
+    try:
+        seen, accepted = who_drafted(loaded)
+    finally:
+        loaded.engine.close()
+    assert "mtp" in seen
+    assert accepted
+    assert loaded.footprint.total_bytes > built_footprint(model, places)
+
+
+def built_footprint(model: Path, places: Places) -> int:
+    loaded = built(model, places, parallel=1, draft="ngram")
+    loaded.engine.close()
+    return loaded.footprint.total_bytes
+
+
+def test_heads_that_do_not_fit_are_told_or_refused(
+    tmp_path: Path, places: Places, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write_odd(tmp_path / "m.gguf", "qwen35", part="model")
+    heads = write_odd(tmp_path / "mtp-m.gguf", "qwen35moe", heads=0.0, part="heads")
+    built(model, places).engine.close()
+    assert "mtp-m.gguf does not hold the heads of this model: it has qwen35moe of width 64" in caplog.text
+    with pytest.raises(ModelError, match=r"mtp-m\.gguf does not hold the heads of this model"):
+        built(model, places, draft=str(heads))
+    with pytest.raises(ModelError, match=r"mtp-m\.gguf holds only the heads that draft for a model"):
+        built(heads, places)
+
+
 def test_the_cache_of_the_heads_is_planned(with_heads: Path) -> None:
     with open_gguf(with_heads) as gguf:
         facts = model_facts(gguf)
@@ -380,7 +414,7 @@ def test_the_cache_of_the_heads_is_planned(with_heads: Path) -> None:
     assert more == 2048 * 2 * 2 * KV_HEADS * HEAD, "one layer: keys and values of two bytes"
     own = {}
     for heads in (False, True):
-        with LlamaBuffers(with_heads, facts.summary, sequences=2, heads=heads) as buffers:
+        with LlamaBuffers(with_heads, facts.summary, sequences=2, heads=with_heads if heads else None) as buffers:
             own[heads] = buffers("f16", 2048)
         estimated = LlamaMemory(facts, sequences=2, heads=heads).estimated_buffers("f16", 2048)
         assert own[heads].kv == pytest.approx(estimated.kv, rel=0.02), "llama.cpp says the same"

@@ -236,6 +236,25 @@ def test_the_memory_of_a_projector_is_planned(model: Path, edgelm: Edgelm) -> No
     assert "pictures are read by mmproj-tiny.gguf" in edgelm("plan", model)[1]
 
 
+def test_the_heads_beside_a_model_are_planned(edgelm: Edgelm, tmp_path: Path) -> None:
+    model = write_odd(tmp_path / "m.gguf", "qwen35", heads=0.0, part="model")
+    alone = edgelm.document(model, "--ctx", "512")
+    heads = write_odd(tmp_path / "mtp-m.gguf", "qwen35", heads=0.0, part="heads")
+    beside = edgelm.document(model, "--ctx", "512")
+    elsewhere = heads.rename(tmp_path / "drafts.gguf")
+    named = edgelm.document(model, "--ctx", "512", "--draft", str(elsewhere))
+    assert [document["heads"] for document in (alone, beside, named)] == [False, True, True]
+    assert beside["chosen"]["kv_bytes"] == named["chosen"]["kv_bytes"] > alone["chosen"]["kv_bytes"]
+    assert beside["weights_bytes"] == named["weights_bytes"]
+    with open_gguf(elsewhere) as gguf:
+        nbytes = sum(tensor.nbytes for tensor in gguf.tensors.values())
+    assert beside["weights_bytes"] - alone["weights_bytes"] == pytest.approx(nbytes, rel=0.05)
+    assert "drafts come from drafts.gguf" in edgelm("plan", model, "--draft", elsewhere)[1]
+    code, _, errors = edgelm("plan", write_odd(tmp_path / "other.gguf", "qwen35moe"), "--draft", elsewhere)
+    assert (code, errors.count("\n")) == (1, 1)
+    assert "drafts.gguf does not hold the heads of this model" in errors
+
+
 def test_a_projector_of_another_model_is_told_or_refused(model: Path, edgelm: Edgelm) -> None:
     other = write_projector(model.with_name("mmproj-tiny.gguf"), width=96)
     code, out, _ = edgelm("plan", model)

@@ -90,6 +90,19 @@ def test_a_layer_that_drafts_is_named(home: Path, capsys: pytest.CaptureFixture[
         assert ("(--draft mtp)" in text(capsys, path)) is named
 
 
+def test_the_file_of_heads_beside_a_model_is_named(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_odd(home / "m-Q8_0.gguf", "qwen35", heads=0.0, part="model")
+    assert shown(capsys, model)["heads"] is None
+    heads = write_odd(home / "mtp-m-Q8_0.gguf", "qwen35", heads=0.0, part="heads")
+    document = shown(capsys, model)
+    assert document["heads"]["path"] == str(heads)
+    assert (document["files"], document["bytes"]) == (2, model.stat().st_size + heads.stat().st_size)
+    assert "by mtp-m-Q8_0.gguf: a layer that predicts" in " ".join(text(capsys, model).split())
+    assert "holds only the heads that draft for a model" in " ".join(text(capsys, heads).split())
+    write_odd(heads, "qwen35moe", heads=0.0, part="heads")
+    assert "does not hold the heads of this model" in " ".join(text(capsys, model).split())
+
+
 def test_measured_results_are_shown_until_the_file_changes(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = home / "m.gguf"
     write_tiny(path)

@@ -318,6 +318,7 @@ class SlotMemory(FakeSnapshots):
         self.num_used = 0
         self._starts = [0] * info.max_sequences  # where the last chunk of each slot began
         self._cut = set[int]()  # slots whose state went back since their last chunk
+        self._moved = set[int]()  # slots beside which others ran since then: only drafts of one length run last
 
     def apply(self, op: Op, lenient: bool) -> None:
         match op:
@@ -338,6 +339,7 @@ class SlotMemory(FakeSnapshots):
                     assert cut <= self._info.rollback_len
                     assert length > self._starts[slot], "a state before the last chunk is lost"
                     assert slot not in self._cut, "a state goes back once"
+                    assert slot not in self._moved, "the states before the last one are lost where others run"
                     self._cut.add(slot)
                 assert self._info.keeps_all or length == 0 or length >= self._starts[slot], "older positions are lost"
                 while len(self.slots[slot]) > length:
@@ -367,6 +369,10 @@ class SlotMemory(FakeSnapshots):
         slots = [chunk.kv for chunk in step.chunks]
         assert len(set(slots)) == len(slots)
         assert not self._fetched, "what is fetched is loaded and dropped in one step"
+        if not self._info.can_trim:
+            assert len({chunk.rows for chunk in step.chunks if chunk.rows > 1}) <= 1, "drafts are of one length"
+            last = [chunk.kv for chunk in step.chunks if chunk.rows > 1 or len(slots) == 1]
+            self._moved = set(range(len(self.slots))).difference(slot for slot in last if isinstance(slot, int))
 
     def write(self, chunk: Chunk, position: int, token: int) -> None:
         assert isinstance(chunk.kv, int)

@@ -292,6 +292,22 @@ def test_a_state_that_went_back_for_a_draft_does_not_go_back_again() -> None:
     assert loop.ask(changed(tokens, end - 1)).cached < end - 1
 
 
+def test_a_state_goes_back_for_no_prompt_where_another_sequence_ran_beside_it() -> None:
+    """llama.cpp loses the earlier states of a sequence that it moves."""
+    num_tried = 0
+    for count in range(1, 40):
+        loop = drafted()
+        other, seq = loop.add(words(50), max_tokens=count), loop.add(words(90), max_tokens=1)
+        while loop.scheduler.num_unfinished:
+            events = loop.step()
+        if {event.seq_id for event in events if event.finish_reason} == {other.id, seq.id}:
+            again = loop.ask(changed(seq.tokens, 88))
+            assert again.cached is not None
+            assert again.cached < 88
+            num_tried += 1
+    assert num_tried
+
+
 def test_a_cut_at_any_of_the_last_tokens_costs_nothing_and_no_other_is_made() -> None:
     rng = random.Random(seed := fresh_seed())
     num_cut = 0

@@ -353,6 +353,23 @@ def test_a_state_that_goes_back_a_few_tokens_takes_drafts_of_so_many() -> None:
     assert seq.accepted
 
 
+def test_states_that_go_back_take_drafts_of_one_length_in_a_step() -> None:
+    """The first draft of a step sets the length: a longer one is cut, a shorter one is dropped."""
+
+    class Lengths(Drafts):
+        def propose(self, seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
+            return super().propose(seq, marginal_cost, forced)[: seq.tokens[0]]
+
+    loop = Loop(drafter=Lengths(), can_trim=False, rollback_len=3, max_sequences=3, max_rows=16)
+    for token in (2, 3, 1):
+        loop.add([token] * 4, max_tokens=20)
+    shapes = set()
+    while loop.scheduler.num_unfinished:
+        loop.step()
+        shapes.add(tuple(rows for _, _, rows in shape(loop.last)))
+    assert (3, 3, 1) in shapes
+
+
 @both
 def test_a_stop_token_inside_a_draft_ends_the_answer(kind: str) -> None:
     loop = Loop(kind, drafter=Drafts())

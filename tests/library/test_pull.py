@@ -21,7 +21,9 @@ from edgelm.library.hub import Hub, RetryPolicy
 from edgelm.library.local import find_local
 from edgelm.library.names import HubReference
 from edgelm.library.progress import Fetched, Listed, Progress, Pulled, Retrying, Waiting, Wrong
+from edgelm.library.projectors import heads_of
 from edgelm.library.pull import prepare, pull
+from edgelm.library.scan import scan
 from tests.checkpoints.gguf_bytes import RawGGUF, RawTensor
 from tests.library.conftest import QUICK, Puller, wait_for_part
 from tests.library.hub_server import Fault, HubServer
@@ -354,6 +356,20 @@ def test_a_projector_comes_with_its_model(server: HubServer, puller: Puller) -> 
     assert found.projector is not None
     assert found.projector.read_bytes() == eyes
     assert not list(puller.cache.rglob("mmproj-BF16.gguf"))
+
+
+def test_the_heads_that_draft_come_with_their_model(server: HubServer, puller: Puller) -> None:
+    """The file has a quantization in its name, but is no model that the label could mean."""
+    heads = {"mtp-model-Q8_0.gguf": random_bytes(2000, 2), "mtp-model-BF16.gguf": random_bytes(2500, 3)}
+    server.add(NAME, {"model-Q8_0.gguf": random_bytes(3000), **heads, "eagle3-model-Q8_0.gguf": random_bytes(100)})
+    hub = Hub(server.url, puller.cache)
+    alone = pull(HubReference(NAME, "Q8_0"), hub, lambda _: None, mtp=False)
+    assert (alone.path.name, alone.nbytes) == ("model-Q8_0.gguf", 3000)
+    both = pull(HubReference(NAME, "Q8_0"), hub, lambda _: None)
+    assert (both.path, both.nbytes, both.fetched) == (alone.path, 5000, 2000)
+    assert heads_of(both.path) == both.path.with_name("mtp-model-Q8_0.gguf")
+    (found,) = (model for model in scan(puller.cache).models if model.place == "hub")
+    assert [file.name for file in found.all_files] == ["model-Q8_0.gguf", "mtp-model-Q8_0.gguf"]
 
 
 def test_an_unfinished_projector_is_resumed_by_its_models_name(server: HubServer, puller: Puller) -> None:

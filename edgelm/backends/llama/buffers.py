@@ -29,7 +29,10 @@ _SIZES = {
 
 
 class LlamaBuffers:
-    """A model without weights and vocabulary: a `BufferSource`. Raises ModelError for a file that llama.cpp refuses."""
+    """A model without weights and vocabulary: a `BufferSource`. `heads` is the file of those that draft, if any do.
+
+    Raises ModelError for a file that llama.cpp refuses.
+    """
 
     def __init__(
         self,
@@ -39,10 +42,19 @@ class LlamaBuffers:
         sequences: int,
         repack: bool = True,
         rollback: int = 0,
-        heads: bool = False,
+        heads: Path | None = None,
     ) -> None:
         start_backend()
         self._sequences, self._rollback, self._heads = sequences, rollback, heads
+        self._model: Any = None
+        self._heads_model: Any = None
+        self._placement = NativePlacement(ON_CPU)
+        self._model = self._load(path, model, repack)
+        self._num_heads: int = L.llama_model_n_head(self._model)
+        if heads and heads != path:
+            self._heads_model = self._load(heads, model, repack)
+
+    def _load(self, path: Path, model: ModelSummary, repack: bool) -> Any:
         overrides = (L.llama_model_kv_override * 3)()  # an empty one ends the list
         no_vocabulary: Any = overrides[0]
         no_vocabulary.key, no_vocabulary.tag = b"tokenizer.ggml.model", L.LLAMA_KV_OVERRIDE_TYPE_STR
@@ -55,16 +67,16 @@ class LlamaBuffers:
             load_mode=L.LLAMA_LOAD_MODE_NONE,
             no_alloc=True,
             use_extra_bufts=repack,
-            load_mtp=heads,
+            load_mtp=path == self._heads,
         )
         params.kv_overrides = ctypes.cast(overrides, type(params.kv_overrides))
-        self._placement = NativePlacement(ON_CPU)
         self._placement.fill(params)
         native_log.clear()
-        self._model: Any = L.llama_model_load_from_file(os.fsencode(path), params)
-        if not self._model:
+        native = L.llama_model_load_from_file(os.fsencode(path), params)
+        if not native:
+            self.close()
             raise ModelError(f"{path.name} cannot be loaded: {native_log.first_error()}")
-        self._num_heads: int = L.llama_model_n_head(self._model)
+        return native
 
     def __call__(self, kv: str, context: int) -> Buffers:
         sizes = dict.fromkeys(_SIZES, 0.0)
@@ -85,14 +97,16 @@ class LlamaBuffers:
         native_log.clear()
         options = LlamaOptions(context=context, kv=kv, max_sequences=self._sequences, rollback=self._rollback)
         params = context_params(options, self._num_heads)
-        native = L.llama_init_from_model(self._model, heads_params(params, self._sequences) if heads else params)
+        if heads:
+            params = heads_params(params, self._sequences)
+        native = L.llama_init_from_model((heads and self._heads_model) or self._model, params)
         if not native:
             raise ModelError(f"llama.cpp could not lay out a context of {context:,} tokens: {native_log.first_error()}")
         return native
 
     def close(self) -> None:
-        model, self._model = self._model, None
-        if model:
+        models, self._model, self._heads_model = (self._model, self._heads_model), None, None
+        for model in filter(None, models):
             L.llama_model_free(model)
 
     def __enter__(self) -> Self:

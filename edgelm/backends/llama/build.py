@@ -54,6 +54,7 @@ from edgelm.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from edgelm.backends.llama.adapter import LlamaAdapter
     from edgelm.backends.llama.projector import Projector
+    from edgelm.backends.projectors import HeadsFile
 
 ROLLBACK_LEN = 3  # tokens of a draft that recurrent states can go back: each costs another copy of the states
 RETRIES = 8  # to halve and halve again what was on the devices
@@ -69,6 +70,7 @@ class LlamaFiles:
     draft: Path | None = None  # the GGUF of a model that drafts
     adapters: tuple[LlamaAdapter, ...] = ()
     projector: Path | None = None
+    heads: HeadsFile | None = None  # beside a model without heads of its own, or in place of them
 
 
 def build_llama(
@@ -101,6 +103,7 @@ def build_llama(
         settings,
         wish,
         draft_facts=draft_facts,
+        heads=files.heads if drafting else None,
         least_context=job.least_context,
         repack=repack,
         machine=machine_memory(job.memory_bytes),
@@ -109,6 +112,8 @@ def build_llama(
     option = planned.require()
     for text in filter(None, (planned.note, planned.warning)):
         reports.warn(text)
+    if files.heads and drafting and not planned.heads:
+        reports.warn(f"the heads of {files.heads.path.name} do not draft: {_why_no_heads(wish)}")
     options = LlamaOptions(
         context=option.context,
         kv=option.kv,
@@ -124,7 +129,7 @@ def build_llama(
         job.model,
         files=files.parts,
         repack=repack,
-        heads=options.heads,
+        heads=options.heads and not files.heads,
         adapters=files.adapters,
         progress=reports.progress,
     )
@@ -168,10 +173,14 @@ def _load(
         eyes, own = _with_eyes(projector, model, options)
         if eyes:
             if_it_fails.callback(eyes.close)
+        heads = None
+        if files.heads and options.heads:
+            heads = LlamaModel(files.heads.path, repack=job.repack, heads=True)
+            if_it_fails.callback(heads.close)
         tokenizer = LlamaTokenizer.of_model(model.native, model)
         folder = snapshot_folder(job.prefixes, model, files.parts, options, Bounds.of(job.settings))
         store = SnapshotStore(snapshot_bytes, folder)
-        loaded = _Loaded(model, tokenizer, folder, store, LlamaExecutor(model, own, store, eyes), eyes)
+        loaded = _Loaded(model, tokenizer, folder, store, LlamaExecutor(model, own, store, eyes, heads), eyes)
         if_it_fails.pop_all()
     return loaded
 
@@ -212,6 +221,7 @@ def plan_context(
     wish: Wish | None = None,
     *,
     draft_facts: ModelFacts | None = None,
+    heads: HeadsFile | None = None,
     projector_bytes: int = 0,
     least_context: int = 0,
     repack: bool = True,
@@ -220,8 +230,8 @@ def plan_context(
     """Choose context and KV mode: by formulas, and by llama.cpp's own sizes where the last megabytes decide.
 
     Where `wish` has devices, all sizes are by formulas.
-    `draft_facts` are those of a model that drafts, whose sizes are by formulas. `machine` is this one as it is now,
-    unless another is given.
+    `draft_facts` are those of a model that drafts, whose sizes are by formulas. `heads` draft in place of the model's
+    own. `machine` is this one as it is now, unless another is given.
     """
     machine = machine or machine_memory()
     types = repacked_types() if repack else frozenset()
@@ -231,10 +241,12 @@ def plan_context(
         beside = LlamaMemory(draft_facts, sequences=settings.parallel, copied_types=types)
         draft = DraftModel.of(draft_facts, beside)
 
-    def planned(facts: ModelFacts, rollback: int, heads: bool) -> Plan:
+    def planned(facts: ModelFacts, rollback: int, heads: Path | None) -> Plan:
         choose = partial(plan, facts, settings, machine, draft=draft, projector_bytes=projector_bytes)
         choose = partial(choose, least_context=least_context)
-        memory = LlamaMemory(facts, sequences=settings.parallel, copied_types=types, repeatable=repeatable, heads=heads)
+        memory = LlamaMemory(
+            facts, sequences=settings.parallel, copied_types=types, repeatable=repeatable, heads=heads is not None
+        )
         if wish and wish.devices:
             offloaded = OffloadedMemory(facts, wish, sequences=settings.parallel)
             return choose(offloaded)
@@ -247,12 +259,14 @@ def plan_context(
             return choose(memory.measured_by(buffers))
 
     length = rollback_len(path, facts) if settings.drafts else 0
-    # The heads read texts only: a model that sees drafts with n-grams.
-    for rollback, heads in draft_layouts(length, not projector_bytes and may_use_heads(facts, settings, length, wish)):
-        drafting = planned(facts.with_rollback(rollback), rollback, heads)
+    with_heads = facts.with_heads(heads.facts) if heads else facts
+    for rollback, by_heads in draft_layouts(length, may_use_heads(with_heads, settings, length, wish)):
+        drafting_facts = (with_heads if by_heads else facts).with_rollback(rollback)
+        heads_path = (heads.path if heads else path) if by_heads else None
+        drafting = planned(drafting_facts, rollback, heads_path)
         if drafting.preferred:
-            return replace(drafting, rollback=rollback, heads=heads)
-    return planned(facts, 0, False)
+            return replace(drafting, rollback=rollback, heads=by_heads)
+    return planned(facts, 0, None)
 
 
 def may_use_heads(facts: ModelFacts, settings: Settings, rollback: int, wish: Wish | None = None) -> bool:
@@ -340,6 +354,10 @@ def _identity(model: LlamaModel, files: Sequence[Path], options: LlamaOptions) -
         return state_identity(model, files, options)
     except OSError as error:
         raise ModelError(f"{files[0].name} cannot be read any more: {error.strerror}", "try again") from None
+
+
+def _why_no_heads(wish: Wish) -> str:
+    return "heads draft on the processor only" if wish.devices else "there is no memory for them"
 
 
 def _why_no_drafts(path: Path, facts: ModelFacts) -> str:

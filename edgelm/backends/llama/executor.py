@@ -10,7 +10,7 @@ import ctypes
 import hashlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +64,7 @@ class LlamaOptions:
     max_tokens: int = 512
     max_rows: int = MAX_ROWS
     threads: int = 1
-    heads: bool = False  # the model was loaded with its heads that predict several tokens
+    heads: bool = False  # heads that predict several tokens were loaded, with the model or from a file of their own
     rollback: int = 0  # tokens that a recurrent state can go back, where llama.cpp can for the architecture
     picture_tokens: int = 0  # of a picture that has to be in one micro-batch
 
@@ -77,8 +77,9 @@ class LlamaOptions:
 class LlamaExecutor:
     """An `Executor` over one llama.cpp context, with idle sequences in `snapshots`.
 
-    Takes ownership of the model and its projector: `close` frees them. Raises ModelError for a KV mode that the model
-    cannot have, and when there is no memory for the context (DeviceMemoryError where it is a device's).
+    Takes ownership of the model, its projector and the file of its heads: `close` frees them. Raises ModelError for a
+    KV mode that the model cannot have, and when there is no memory for the context (DeviceMemoryError where it is a
+    device's).
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class LlamaExecutor:
         options: LlamaOptions,
         snapshots: SnapshotStore | None = None,
         projector: Projector | None = None,
+        heads: LlamaModel | None = None,
     ) -> None:
         key_len, value_len = model.head_lens
         if refusal := head_refusal(options.kv, key_len, value_len):
@@ -133,6 +135,7 @@ class LlamaExecutor:
         self._snapshots = snapshots or SnapshotStore(UNBOUNDED)
         self._snapshots.divisible = self._info.can_trim and self._info.keeps_all
         self._sampler = HostSampler(model.num_vocab)
+        self._heads_model = heads or model
         self._heads = self._load_heads(options) if options.heads else None
 
     @property
@@ -149,27 +152,58 @@ class LlamaExecutor:
             self._apply(op)
         if not step.chunks:
             return
-        last = 0
+        assert step.num_rows <= self._info.max_rows
         for chunk in step.chunks:
             assert isinstance(chunk.kv, int)
             assert 0 <= chunk.kv < self._info.max_sequences
             if chunk.is_picture:
                 self._read_picture(chunk, chunk.kv)
-                continue
-            assert last + len(chunk.tokens) <= self._info.max_tokens
-            last = self._batch.set(last, chunk.tokens, chunk.seq.position(chunk.start), chunk.kv, chunk.rows)
-        if not last:
-            return
-        self._check_batch(last, step)
-        self._batch.native.n_tokens = last
         if self._heads:
             self._heads.prepare(step)
-        self._decode(self._batch.native, last)
-        if step.num_rows:
-            self._logits = logits_view(self._context, step.num_rows, self._info.num_vocab)
+        passes = self._passes(step)
+        if len(passes) == 1:
+            self._logits = self._run(passes[0])
+        elif passes:
+            logits = {chunk.kv: rows for chunks in passes for chunk, rows in self._run_and_copy(chunks)}
+            self._logits = np.concatenate([logits[chunk.kv] for chunk in step.chunks if chunk.rows])
         if self._heads:
-            self._heads.take(step)
             self._heads.set_threads(self._pace.num_threads)
+
+    def _passes(self, step: Step) -> list[list[Chunk]]:
+        """Return the chunks of text in the order in which they run.
+
+        llama.cpp computes recurrent layers for sequences of equal length at once. A later such pass may move the state
+        of a sequence, but not the earlier states that a rejected draft goes back to; one of a single sequence moves
+        nothing. So drafts come last: in one pass, or where it needs neighbouring slots, each in its own.
+        """
+        others, drafts = list[Chunk](), list[Chunk]()
+        for chunk in step.chunks:
+            if not chunk.is_picture:
+                (others if chunk.rows <= 1 or self._info.can_trim else drafts).append(chunk)
+        assert len({chunk.rows for chunk in drafts}) <= 1, "the drafts of a step have one length"
+        apart = [[chunk] for chunk in drafts] if self._info.repeatable else [drafts]
+        return [chunks for chunks in (others, *apart) if chunks]
+
+    def _run(self, chunks: Sequence[Chunk]) -> NDArray[np.float32]:
+        """Compute chunks of text, and return the logits of their rows, valid until the next call."""
+        last = 0
+        for chunk in chunks:
+            assert isinstance(chunk.kv, int)
+            assert last + len(chunk.tokens) <= self._info.max_tokens
+            last = self._batch.set(last, chunk.tokens, chunk.seq.position(chunk.start), chunk.kv, chunk.rows)
+        self._check_batch(last, chunks)
+        self._batch.native.n_tokens = last
+        self._decode(self._batch.native, last)
+        if self._heads:
+            self._heads.take(chunks)
+        num_rows = sum(chunk.rows for chunk in chunks)
+        return logits_view(self._context, num_rows, self._info.num_vocab) if num_rows else self._logits[:0]
+
+    def _run_and_copy(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, NDArray[np.float32]]]:
+        logits, start = self._run(chunks).copy(), 0
+        for chunk in chunks:
+            yield chunk, logits[start : start + chunk.rows]
+            start += chunk.rows
 
     def _decode(self, batch: Any, num_tokens: int) -> None:
         native_log.clear()
@@ -226,12 +260,14 @@ class LlamaExecutor:
             L.llama_free(context)
             if self._projector:
                 self._projector.close()
+            if self._heads_model is not self._model:
+                self._heads_model.close()
             self._model.close()
 
     def _load_heads(self, options: LlamaOptions) -> LlamaHeads:
         params = heads_params(context_params(options, self._model.num_heads), options.max_sequences)
         try:
-            return LlamaHeads(self._model, self._context, params)
+            return LlamaHeads(self._heads_model, self._context, params)
         except ModelError:
             context, self._context = self._context, None
             L.llama_free(context)
@@ -272,14 +308,13 @@ class LlamaExecutor:
         else:
             log.warning("llama.cpp could not save a sequence: %s", native_log.first_error())
 
-    def _check_batch(self, num_tokens: int, step: Step) -> None:
+    def _check_batch(self, num_tokens: int, chunks: Sequence[Chunk]) -> None:
         """Assert the conditions without which llama.cpp aborts, or computes wrong logits."""
         tokens = self._batch.token[:num_tokens]
         assert 0 < num_tokens <= self._info.max_tokens
-        assert step.num_rows <= self._info.max_rows
         assert tokens.min() >= 0
         assert tokens.max() < self._info.num_vocab
-        assert all(chunk.start >= 0 and chunk.end <= self._info.context for chunk in step.chunks)
+        assert all(chunk.start >= 0 and chunk.end <= self._info.context for chunk in chunks)
 
 
 def context_params(options: LlamaOptions, num_heads: int) -> Any:

@@ -1,4 +1,4 @@
-"""LlamaHeads: the heads in a GGUF that predict the token after the next one, in a llama.cpp context of their own.
+"""LlamaHeads: the heads of a model that predict the token after the next one, in a llama.cpp context of their own.
 
 Owns that context, and the hidden states of the model that its heads read. A head computes, at position p, what follows
 token p, from that token and the hidden state of position p - 1:
@@ -14,6 +14,7 @@ Knows nothing of what a draft is worth.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from edgelm.backends.llama.binding import L
 from edgelm.backends.llama.memory import HEADS_WINDOW
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.base.errors import EngineError, ModelError
-from edgelm.engine.core import NOT_A_TOKEN, Step
+from edgelm.engine.core import NOT_A_TOKEN, Chunk, Step
 
 NOTHING = NOT_A_TOKEN, 0.0
 
@@ -54,7 +55,9 @@ class _Followed:
 
 
 class LlamaHeads:
-    """The `Heads` of an executor. `target` is the context of the model; `params` are those of the heads' context.
+    """The `Heads` of an executor. `model` holds them, alone or with the layers of the model whose context is `target`.
+
+    `params` are those of the heads' own context.
 
     Raises ModelError where llama.cpp refuses them.
     """
@@ -91,13 +94,13 @@ class LlamaHeads:
         )
         self._set_outputs(self._target, True, not self._all_rows)
 
-    def take(self, step: Step) -> None:
-        """Keep the hidden states of a step that the model has run."""
-        num_rows = step.num_tokens if self._all_rows else step.num_rows
+    def take(self, chunks: Sequence[Chunk]) -> None:
+        """Keep the hidden states of chunks that the model has run. Heads begin anew behind a picture."""
+        num_rows = sum(len(chunk.tokens) if self._all_rows else chunk.rows for chunk in chunks)
         if not num_rows or not self._followed:
             return
         hidden, start = self._states(self._target, num_rows), 0
-        for chunk in step.chunks:
+        for chunk in chunks:
             count = len(chunk.tokens) if self._all_rows else chunk.rows
             if count and (followed := self._followed.get(chunk.seq.id)):
                 followed.take(chunk.end - count, hidden[start : start + count])

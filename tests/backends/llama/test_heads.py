@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -38,14 +38,30 @@ DRAWS = Count(test=3_000, soak=50_000)
 OTHERS = 0.015  # weight of all tokens but the last: the head is right most of the time
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return quantized(tmp_path_factory.mktemp("heads"), "qwen35", 5, heads=OTHERS)
+class Files(NamedTuple):
+    """A model, and the file of its heads; None: they are in the same file."""
+
+    model: Path
+    heads: Path | None = None
 
 
 @pytest.fixture(scope="module")
-def with_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return quantized(tmp_path_factory.mktemp("heads"), "qwen35moe", 5, heads=OTHERS)
+def model(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(quantized(tmp_path_factory.mktemp("heads"), "qwen35", 5, heads=OTHERS))
+
+
+@pytest.fixture(scope="module")
+def with_experts(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(quantized(tmp_path_factory.mktemp("heads"), "qwen35moe", 5, heads=OTHERS))
+
+
+def apart(folder: Path, arch: Odd, heads: float) -> Files:
+    return Files(*(quantized(folder, arch, 5, heads=heads, part=part) for part in ("model", "heads")))
+
+
+@pytest.fixture(scope="module")
+def in_two_files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return apart(tmp_path_factory.mktemp("heads"), "qwen35", OTHERS)
 
 
 @pytest.fixture(autouse=True)
@@ -66,9 +82,11 @@ class Counting(MtpDrafter):
 
 
 @contextmanager
-def loaded(path: Path, *, heads: bool = True) -> Iterator[LlamaExecutor]:
-    model = LlamaModel(path, heads=heads)
-    executor = LlamaExecutor(model, LlamaOptions(context=1024, kv="int8", threads=1, rollback=3, heads=heads))
+def loaded(files: Files, *, heads: bool = True, repeatable_rows: int = 0) -> Iterator[LlamaExecutor]:
+    model = LlamaModel(files.model, heads=heads and files.heads is None)
+    beside = LlamaModel(files.heads, heads=True) if heads and files.heads else None
+    options = LlamaOptions(context=1024, kv="int8", threads=1, rollback=3, heads=heads, repeatable_rows=repeatable_rows)
+    executor = LlamaExecutor(model, options, heads=beside)
     try:
         yield executor
     finally:
@@ -76,33 +94,46 @@ def loaded(path: Path, *, heads: bool = True) -> Iterator[LlamaExecutor]:
 
 
 @contextmanager
-def running(path: Path, *, heads: bool) -> Iterator[tuple[Engine, LlamaTokenizer, Counting | None, LlamaExecutor]]:
+def running(
+    files: Files, *, heads: bool, repeatable_rows: int = 0
+) -> Iterator[tuple[Engine, LlamaTokenizer, Counting | None, LlamaExecutor]]:
     """Run an engine that drafts by heads wherever it can."""
-    model = LlamaModel(path, heads=heads)
-    tokenizer = LlamaTokenizer.of_model(model.native, model)
-    executor = LlamaExecutor(model, LlamaOptions(context=1024, kv="int8", threads=1, rollback=3, heads=heads))
-    drafter = Counting(executor.heads, lambda: 1.0) if executor.heads else None
-    clock = StepClock(StepCosts([Measured(1, 0, 0.010), Measured(64, 0, 0.0163)]))
-    engine = Engine(executor, Scheduler(executor.info, SlotKV(executor.info, 2**26), clock, drafter), clock).start()
-    try:
-        yield engine, tokenizer, drafter, executor
-    finally:
-        engine.close()
+    with loaded(files, heads=heads, repeatable_rows=repeatable_rows) as executor:
+        model = executor._model
+        tokenizer = LlamaTokenizer.of_model(model.native, model)
+        drafter = Counting(executor.heads, lambda: 1.0) if executor.heads else None
+        clock = StepClock(StepCosts([Measured(1, 0, 0.010), Measured(64, 0, 0.0163)]))
+        engine = Engine(executor, Scheduler(executor.info, SlotKV(executor.info, 2**26), clock, drafter), clock).start()
+        try:
+            yield engine, tokenizer, drafter, executor
+        finally:
+            engine.close()
 
 
-@pytest.mark.parametrize("fixture", ["model"])
-def test_answers_are_the_same_with_heads_and_without(fixture: str, request: pytest.FixtureRequest) -> None:
-    model = request.getfixturevalue(fixture)
+@pytest.mark.parametrize("at_a_time", [1, 6])
+@pytest.mark.parametrize("fixture", ["model", "with_experts", "in_two_files"])
+def test_answers_are_the_same_with_heads_and_without(
+    fixture: str, at_a_time: int, request: pytest.FixtureRequest
+) -> None:
+    """With six at a time, each has cells of its own: attention sums by cells, and those of others come between."""
+    files = request.getfixturevalue(fixture)
     rng = random.Random(seed := random.SystemRandom().randrange(2**32))
     print("seed", seed)
     requests = [random_request(rng, number) for number in range(REQUESTS)]
+    rows = 64 if at_a_time > 1 else 0
 
     async def all_of_them(engine: Engine, tokenizer: LlamaTokenizer) -> list[Any]:
-        return [await answer(engine, tokenizer, request) for request in requests]
+        free = asyncio.Semaphore(at_a_time)
 
-    with running(model, heads=False) as (engine, tokenizer, _, _):
+        async def one(request: Any) -> Any:
+            async with free:
+                return await answer(engine, tokenizer, request)
+
+        return await asyncio.gather(*map(one, requests))
+
+    with running(files, heads=False, repeatable_rows=rows) as (engine, tokenizer, _, _):
         plain = asyncio.run(all_of_them(engine, tokenizer))
-    with running(model, heads=True) as (engine, tokenizer, drafter, _):
+    with running(files, heads=True, repeatable_rows=rows) as (engine, tokenizer, drafter, _):
         drafted = asyncio.run(all_of_them(engine, tokenizer))
     assert drafted == plain  # texts, tokens, log-probabilities, reasons
     assert drafter
@@ -111,7 +142,7 @@ def test_answers_are_the_same_with_heads_and_without(fixture: str, request: pyte
     print(f"{drafter.accepted} of {drafter.drafted} accepted")
 
 
-def test_sampled_tokens_have_the_model_s_own_distribution(model: Path) -> None:
+def test_sampled_tokens_have_the_model_s_own_distribution(model: Files) -> None:
     prompt = [7, 300, 41, 260]
     facts: dict[str, Any] = {"temperature": 0.7, "top_k": 6, "max_tokens": 4}
     counts: defaultdict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
@@ -165,12 +196,12 @@ class Fed:
         return results
 
 
-@pytest.mark.parametrize("arch", ["qwen35"])
+@pytest.mark.parametrize("arch", ["qwen35", "qwen35moe"])
 def test_a_draft_depends_on_the_tokens_alone(arch: Odd, tmp_path: Path) -> None:
     """Whatever was rejected, or drafted and dropped, or computed in other chunks: the hidden states are the same."""
     path = quantized(tmp_path, arch, 5, heads=1.0)
     rng = random.Random(seed := random.SystemRandom().randrange(2**32))
-    with loaded(path) as executor:
+    with loaded(Files(path)) as executor:
         for number in range(0, 12, 2):
             tokens = [rng.randrange(3, 500) for _ in range(rng.randint(18, HEADS_WINDOW - 4))]
             last = rng.randrange(3, 500)
@@ -192,7 +223,7 @@ def test_a_draft_depends_on_the_tokens_alone(arch: Odd, tmp_path: Path) -> None:
                 executor.forward(Step((), (Trim(fed.slot, 0),)))
 
 
-def test_the_heads_see_the_last_positions_of_a_long_prompt_and_go_on_after_a_pause(model: Path) -> None:
+def test_the_heads_see_the_last_positions_of_a_long_prompt_and_go_on_after_a_pause(model: Files) -> None:
     rng = random.Random(1)
     with loaded(model) as executor:
         fed = Fed(executor, 0, 0)
@@ -203,7 +234,21 @@ def test_the_heads_see_the_last_positions_of_a_long_prompt_and_go_on_after_a_pau
         assert fed.draft(7)[0][0] != NOT_A_TOKEN
 
 
-def test_nothing_is_drafted_without_hidden_states(model: Path) -> None:
+@pytest.mark.parametrize("arch", ["qwen35", "qwen35moe"])
+def test_heads_in_a_file_of_their_own_draft_as_those_in_the_model_s(arch: Odd, tmp_path: Path) -> None:
+    files = [Files(quantized(tmp_path, arch, 5, heads=1.0)), apart(tmp_path, arch, 1.0)]
+    rng = random.Random(2)
+    tokens = [rng.randrange(3, 500) for _ in range(30)]
+    drafts = []
+    for one in files:
+        with loaded(one) as executor:
+            fed = Fed(executor, 0, 0)
+            fed.compute(tokens)
+            drafts.append(fed.draft(9))
+    assert drafts[0] == drafts[1]
+
+
+def test_nothing_is_drafted_without_hidden_states(model: Files) -> None:
     with loaded(model) as executor:
         fed = Fed(executor, 0, 0)
         assert executor.heads

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import edgelm.backends.llama.build as build_module
 from edgelm.backends.build import build
 from edgelm.backends.llama.api import fill_struct, logits_view
 from edgelm.backends.llama.binding import L, load_mtmd
@@ -19,8 +20,11 @@ from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.llama.projector import Projector
 from edgelm.base.config import Settings
 from edgelm.base.errors import EdgeLMError, ModelError, NotSeenError, RequestError
+from edgelm.base.places import Places
 from edgelm.base.workers.messages import EngineJob
 from edgelm.base.workers.pictures import decode_picture
+from edgelm.engine.clock import Measured, StepClock, StepCosts
+from edgelm.engine.speculation.mtp_drafter import MtpDrafter
 from edgelm.jobs.request import AnswerRequest
 from edgelm.text.message_forms import picture_part
 from tests.seeing import KINDS, Kind, png, write_pair
@@ -39,6 +43,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in KINDS:
         write_pair(root / kind, kind)
     return root
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Places:
+    """Places for drafts, whose rows cost next to nothing: the steps of a tiny model are too short to be measured."""
+    costs = [Measured(1, 0, 0.010), Measured(64, 0, 0.0163)]
+    monkeypatch.setattr(build_module, "measured_clock", lambda *_: StepClock(StepCosts(costs)))
+    monkeypatch.setattr(StepClock, "observe", lambda *_: None)
+    return Places({f"EDGELM_{name}_DIR": str(tmp_path / name.lower()) for name in ("CONFIG", "DATA", "CACHE")})
 
 
 def by_libmtmd(folder: Path, kind: Kind, prompt: str, files: Sequence[bytes]) -> tuple[list[int], list[Any], int]:
@@ -157,8 +170,8 @@ async def test_pictures_and_texts_run_beside_each_other(folder: Path, kind: Kind
         assert same == len(one.ids) or abs(one.logprobs[same] - other.logprobs[same]) < FLOOR
 
 
-async def test_penalties_and_drafts_pass_over_pictures(folder: Path) -> None:
-    async with seeing(folder / "qwen3vl" / "tiny-qwen3vl.gguf") as model:
+async def test_penalties_and_drafts_pass_over_pictures(folder: Path, places: Places) -> None:
+    async with seeing(folder / "qwen3vl" / "tiny-qwen3vl.gguf", places=places) as model:
         question = asking("the house the house the house ", picture(), " the house the house ", picture())
         answer = await model.ask(question, max_tokens=40, repetition_penalty=1.2, num_logprobs=None)
         assert await model.ask(question, max_tokens=40, repetition_penalty=1.2, num_logprobs=None, draft="off")
@@ -166,6 +179,32 @@ async def test_penalties_and_drafts_pass_over_pictures(folder: Path) -> None:
         drafted = await model.ask(question, max_tokens=40)
     assert len(answer.ids) <= 40
     assert drafted.ids == plain.ids
+    assert drafted.stats.drafted
+
+
+@pytest.mark.parametrize("draft", ["ngram", "mtp"])
+async def test_a_hybrid_drafts_after_pictures(
+    tmp_path: Path, places: Places, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between pictures, behind the last, and beside others: the answers are those without drafts."""
+    monkeypatch.setattr(MtpDrafter, "_step_cost", lambda _: 0.01)  # of a tiny model, the heads are as slow as a step
+    path, _ = write_pair(tmp_path, "qwen35")
+    words = "the house the house the house"
+    questions = [
+        asking(words, picture(), words, picture(seed=seed), words, "and the garden" * seed) for seed in range(4)
+    ]
+    async with seeing(path, draft="off", prefix_cache_ram=0.0) as model:
+        plain = [await model.ask(question, max_tokens=40) for question in questions]
+    async with seeing(path, places=places, draft=draft) as model:
+        drafted = [await model.ask(question, max_tokens=40) for question in questions]
+        more = [questions[0], {"role": "assistant", "content": drafted[0].text}, asking("What else? ", picture(seed=9))]
+        turn = await model.ask(*more, max_tokens=40)
+        together = await asyncio.gather(*(model.ask(question, max_tokens=40) for question in questions))
+    async with seeing(path, draft="off", prefix_cache_ram=0.0) as model:
+        assert (await model.ask(*more, max_tokens=40)).ids == turn.ids
+    assert [answer.ids for answer in drafted] == [answer.ids for answer in plain]
+    assert [answer.ids for answer in together] == [answer.ids for answer in plain]
+    assert sum(answer.stats.accepted for answer in drafted) > 10
 
 
 async def test_one_model_that_does_not_see_names_those_that_do(tmp_path: Path) -> None:

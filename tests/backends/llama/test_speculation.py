@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,12 @@ from tests.completion import complete
 from tests.counts import Count
 from tests.engine.fake import SimpleDrafter
 from tests.engine.sampling.slow import exact
-from tests.odd_models import Odd, write_odd
+from tests.odd_models import Odd, Part, write_odd
 from tests.tiny import write_tiny
 
 DRAWS = Count(test=5_000, soak=50_000)
 REQUESTS = Count(test=24, soak=400)
+STEPS = Count(test=100, soak=3_000)
 
 
 class Recorded(SimpleDrafter):
@@ -102,9 +104,12 @@ async def answer(engine: Engine, tokenizer: LlamaTokenizer, request: Any) -> tup
     return text, sampled, reason
 
 
-def quantized(folder: Path, arch: Odd, seed: int, *, heads: float | None = None) -> Path:
+def quantized(
+    folder: Path, arch: Odd, seed: int, *, heads: float | None = None, part: Part = "all", **more: Any
+) -> Path:
     """Return a model with Q8_0 weights: those of F32 are equal in no setting."""
-    source, path = write_odd(folder / f"{arch}.gguf", arch, seed, heads=heads), folder / f"{arch}-q8_0.gguf"
+    source = write_odd(folder / f"{arch}-{part}.gguf", arch, seed, heads=heads, part=part, **more)
+    path = folder / f"{'mtp-' * (part == 'heads')}{arch}-{part}-q8_0.gguf"
     params = L.llama_model_quantize_default_params()
     params.ftype, params.nthread = 7, 1
     assert L.llama_model_quantize(bytes(source), bytes(path), ctypes.byref(params)) == 0
@@ -174,6 +179,46 @@ def test_a_recurrent_state_goes_back_beside_a_sequence_that_does_not(tmp_path: P
                 assert np.abs(one - other).max() < 1e-3, f"{kept} kept: {prompts} {drafts}"
     finally:
         executor.close()
+
+
+@pytest.mark.parametrize("arch", ["lfm2", "nemotron_h", "qwen35"])
+def test_states_go_back_whatever_ran_in_the_same_step(tmp_path: Path, arch: Odd) -> None:
+    """Prompts, drafts and plain tokens share a step, slots end and begin: each row is as if its sequence ran alone."""
+    path = quantized(tmp_path, arch, 5)
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+
+    def executor(max_sequences: int) -> LlamaExecutor:
+        options = LlamaOptions(context=512, kv="int8", threads=1, rollback=3, max_sequences=max_sequences)
+        return LlamaExecutor(LlamaModel(path), replace(options, repeatable_rows=64))
+
+    many, alone = executor(6), executor(1)
+    kept: dict[int, list[int]] = {}  # tokens, by slot
+    for _ in range(STEPS):
+        ops = [Trim(slot, 0) for slot in kept if rng.random() < 0.25 or len(kept[slot]) > 60]
+        for op in ops:
+            del kept[op.slot]
+        count, chunks = rng.choice([1, 2, 3]), []
+        for slot in rng.sample(range(6), 5):
+            past = kept.get(slot, [])
+            new = [rng.randrange(3, 500) for _ in range(rng.choice([1, 1 + count]) if past else rng.randint(2, 40))]
+            rows = len(new) if past else 1
+            chunks.append(Chunk(Sequence(slot, [0], 1, SamplingParams()), len(past), new, rows, slot))
+        many.forward(Step(tuple(chunks), tuple(ops)))
+        rows, cuts = many.logits(Step(tuple(chunks))).copy(), list[Trim]()
+        for chunk in chunks:
+            slot, past = chunk.seq.id, kept.get(chunk.seq.id, [])
+            own = Step((Chunk(chunk.seq, 0, past + chunk.tokens, chunk.rows, 0),), (Trim(0, 0),))
+            alone.forward(own)
+            assert np.array_equal(rows[: chunk.rows], alone.logits(own)), f"{len(past)} + {chunk.tokens}"
+            rows = rows[chunk.rows :]
+            kept[slot] = past + chunk.tokens[: rng.randint(1, chunk.rows) if chunk.rows > 1 else None]
+            if len(kept[slot]) < chunk.end:
+                cuts.append(Trim(slot, len(kept[slot])))
+        many.forward(Step((), tuple(cuts)))
+    many.close()
+    alone.close()
 
 
 class Gambler(SimpleDrafter):
