@@ -265,7 +265,11 @@ MUTATIONS = [
     Mutation(ROUTE, "of equal scores the higher id comes first", "(0x7FFFFFFF - expert)", "expert", OF_ROUTE),
     Mutation(DELTA, "a state is moved over drafts, too", "if at + 1 == goal:", "if at + 1 == end:", OF_DELTA),
     Mutation(
-        DELTA, "inputs before the step are not read", "(position < start) & (position >= 0)", "position < 0", OF_DELTA
+        DELTA,
+        "inputs before the step are not read",
+        "is_kept = (position < start)",
+        "is_kept = (position < 0)",
+        OF_DELTA,
     ),
     Mutation(DELTA, "tokens of a chunk do not correct each other", "range(CHUNK - 1)", "range(0)", OF_DELTA),
     Mutation(ROTATION, "a term of the cosine is missing", "for n in range(6)", "for n in range(4)", OF_ROTATION),
