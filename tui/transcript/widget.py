@@ -434,13 +434,14 @@ class Transcript(ScrollView, can_focus=True):
         else:
             strips = self._strips(lines)
         background = self.background_colors[1]
-        way = (width, base, background, *self.get_line_filters())
+        filters = self.get_line_filters()
+        way = (width, base, background, *filters)
         known = self._finished if way == self._finished_way else {}
         self._finished_way, self._finished = way, {}
         for strip in strips:
             if (done := known.get(id(strip))) is None:
                 finished = strip.adjust_cell_length(width, base)
-                for line_filter in way[3:]:
+                for line_filter in filters:
                     finished = finished.apply_filter(line_filter, background)
                 done = strip, finished  # the first keeps its id
             self._finished[id(strip)] = done
