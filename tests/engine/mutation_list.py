@@ -444,8 +444,8 @@ MUTATIONS = [
     Mutation(
         "scheduler",
         "a draft goes on behind a forbidden token",
-        "return draft[: seq.matcher.allowed(draft)] if seq.matcher else draft",
-        "return draft",
+        "draft = draft[: seq.matcher.allowed(draft)] if seq.matcher else draft",
+        "draft = draft",
     ),
     Mutation("scheduler", "drafts for a request without", "self._drafter and seq.params.drafts:", "self._drafter:"),
     Mutation("scheduler", "forced tokens count as drafted", "forced = min(seq.num_forced, drafted)", "forced = 0"),
