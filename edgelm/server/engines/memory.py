@@ -58,7 +58,7 @@ class Measured:
     one_gpu_free_bytes: int = 0  # of the freest, which our kernels use
 
 
-class Host(Protocol):
+class AnyMachine(Protocol):
     """The machine; a test gives other numbers."""
 
     async def predict(self, model: LocalModel, usable_bytes: int | None, freed_gpu_bytes: int = 0) -> Footprint:
@@ -72,7 +72,7 @@ class Host(Protocol):
 
 
 class Machine:
-    """This machine: a `Host`."""
+    """This machine, as `AnyMachine`."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -116,7 +116,7 @@ def measure(pids: Collection[int]) -> Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class FreeMemory:
     """The room for another engine now, and how much more there is when an engine ends."""
 
     free: Bytes
@@ -155,7 +155,7 @@ class Memory:
 
     def __init__(
         self,
-        host: Host,
+        machine: AnyMachine,
         engines: Callable[[], Sequence[EngineSlot]],
         unload: Callable[[EngineSlot], Awaitable[None]],
         drain: Callable[[EngineSlot], None],
@@ -164,7 +164,7 @@ class Memory:
         max_models: int | None = None,
     ) -> None:
         self.limit_bytes = limit_bytes
-        self._host = host
+        self._machine = machine
         self._engines = engines
         self._unload = unload
         self._drain = drain
@@ -222,7 +222,7 @@ class Memory:
 
     async def measure(self, engines: Sequence[EngineSlot]) -> Measured:
         """Return the memory of the machine and of these engines now."""
-        return await self._host.measure([engine.process.pid for engine in engines if engine.process is not None])
+        return await self._machine.measure([engine.process.pid for engine in engines if engine.process is not None])
 
     @staticmethod
     def outstanding(engines: Sequence[EngineSlot], measured: Measured) -> int:
@@ -240,12 +240,12 @@ class Memory:
         promised = sum(engine.promised.gpu for engine in engines if engine.state == "starting")
         return max(0, measured.gpu_free_bytes - promised)
 
-    async def room(self, engines: Sequence[EngineSlot]) -> Room:
+    async def free_memory(self, engines: Sequence[EngineSlot]) -> FreeMemory:
         """Return the room that is left beside these engines."""
         for engine in engines:
             if engine.footprint is None:
                 with contextlib.suppress(EdgeLMError):  # its load fails for the same reason
-                    footprint = await self._host.predict(engine.model, None)
+                    footprint = await self._machine.predict(engine.model, None)
                     if engine.admitted and engine.footprint is None:
                         self._promise(engine, footprint)
         measured = await self.measure(engines)
@@ -263,7 +263,7 @@ class Memory:
             freed_by[engine] = Bytes(freed, promised.gpu)
         free = measured.free_bytes - self.outstanding(engines, measured)
         gpu_free = self.gpu_free(engines, measured) or 0
-        return Room(Bytes(free if limited is None else min(free, limited), gpu_free), freed_by, measured)
+        return FreeMemory(Bytes(free if limited is None else min(free, limited), gpu_free), freed_by, measured)
 
     async def _admit_first(self, slot: EngineSlot, *, drains: bool) -> str:
         """Admit the first of the queue if there is memory, or can be; return what it waits for otherwise."""
@@ -272,24 +272,24 @@ class Memory:
             if not engines and self.limit_bytes is None:  # the engine itself checks whether it fits
                 slot.footprint, slot.admitted = None, True
                 return ""
-            room = await self.room(engines)
+            left = await self.free_memory(engines)
             may_end = _may_end(engines)
-            footprint = await self._footprint(slot, room, may_end, engines)
-            nbytes = self._nbytes(footprint, room, may_end, engines)
-            need = room.need(footprint, nbytes)
+            footprint = await self._footprint(slot, left, may_end, engines)
+            nbytes = self._nbytes(footprint, left, may_end, engines)
+            need = left.need(footprint, nbytes)
             surplus = self._surplus(engines)
-            if room.free.holds(need) and surplus <= 0:
+            if left.free.holds(need) and surplus <= 0:
                 self._promise(slot, footprint, nbytes)
                 return ""
             loading = [engine for engine in engines if engine.state == "starting"]
-            if surplus <= 0 and (room.free + _freed_once_loaded(loading)).holds(need):
+            if surplus <= 0 and (left.free + _freed_once_loaded(loading)).holds(need):
                 return _reason(loading, "being loaded")  # then it takes less
             idle = _idle(may_end)
-            useful = (engine for engine in room.in_order(idle, need) if room.helps(engine, room.free, need))
+            useful = (engine for engine in left.in_order(idle, need) if left.helps(engine, left.free, need))
             victim = next(iter(idle), None) if surplus > 0 else next(useful, None)
-            if victim is None or len(idle) < surplus or not room.after_end_of(idle).holds(need):
+            if victim is None or len(idle) < surplus or not left.after_end_of(idle).holds(need):
                 ending, busy = _ending(may_end), _busy(may_end)
-                for engine in _must_end(may_end, room, need, surplus) if drains else ():
+                for engine in _must_end(may_end, left, need, surplus) if drains else ():
                     if engine in busy:
                         self._drain(engine)
                 return _reason(busy or ending or engines, "in use")
@@ -302,23 +302,23 @@ class Memory:
         engines = [engine for engine in self._engines() if engine is not slot]
         if first.footprint is None or not engines:  # the first has not looked yet
             return _came_first(first)
-        room = await self.room(engines)
+        left = await self.free_memory(engines)
         may_end = _may_end(engines)
-        footprint = await self._footprint(slot, room, may_end, engines)
-        nbytes = self._nbytes(footprint, room, may_end, engines)
+        footprint = await self._footprint(slot, left, may_end, engines)
+        nbytes = self._nbytes(footprint, left, may_end, engines)
         if (
-            not room.free.holds(room.need(footprint, nbytes))
+            not left.free.holds(left.need(footprint, nbytes))
             or self._surplus(engines) > 0
             or self._queue[0] is not first
         ):
             return _came_first(first)
-        need_of_first = room.need(first.footprint, self._nbytes(first.footprint, room, may_end, ()))
+        need_of_first = left.need(first.footprint, self._nbytes(first.footprint, left, may_end, ()))
         loading = [engine for engine in engines if engine.state == "starting"]
-        if (room.free + _freed_once_loaded(loading)).holds(need_of_first):
+        if (left.free + _freed_once_loaded(loading)).holds(need_of_first):
             return _came_first(first)  # it waits for nothing but the end of a load
-        ends = _must_end(may_end, room, need_of_first, 0)
-        left = room.after_end_of(ends) - Bytes.of(footprint, nbytes)
-        if not left.holds(need_of_first):  # --max-models needs no such look: an engine ends, and one goes ahead
+        ends = _must_end(may_end, left, need_of_first, 0)
+        rest = left.after_end_of(ends) - Bytes.of(footprint, nbytes)
+        if not rest.holds(need_of_first):  # --max-models needs no such look: an engine ends, and one goes ahead
             return _came_first(first)
         self._promise(slot, footprint, nbytes)
         return ""
@@ -328,20 +328,20 @@ class Memory:
         return len(engines) + 1 - (self._max_models or len(engines) + 1)
 
     async def _footprint(
-        self, slot: EngineSlot, room: Room, may_end: Sequence[EngineSlot], engines: Sequence[EngineSlot]
+        self, slot: EngineSlot, left: FreeMemory, may_end: Sequence[EngineSlot], engines: Sequence[EngineSlot]
     ) -> Footprint:
         """Predict a slot's engine in the memory that there is without those that may end. Raises EdgeLMError."""
         pinned = [engine.model.name for engine in engines if engine not in may_end]
         if self._max_models is not None and len(pinned) >= self._max_models:
             message = f"{slot.model.name} cannot be loaded: --max-models is {self._max_models}, and {_names(pinned)}"
             raise ModelError(f"{message} {_kept_for_ever(pinned)}", f"edgelm unload {pinned[0]}")
-        after = room.after_end_of(may_end)
+        after = left.after_end_of(may_end)
         usable = after.ram if self.limit_bytes is None else int(after.ram / (1 + SPARE))
         known = slot.footprint
-        if known is not None and _still_holds(known, Bytes(usable, after.gpu), slot.asked, room):
+        if known is not None and _still_holds(known, Bytes(usable, after.gpu), slot.asked, left):
             return known
         try:
-            footprint = await self._host.predict(slot.model, usable, after.gpu - (room.measured.gpu_free_bytes or 0))
+            footprint = await self._machine.predict(slot.model, usable, after.gpu - (left.measured.gpu_free_bytes or 0))
         except ModelError as error:
             if not pinned:
                 raise
@@ -354,13 +354,13 @@ class Memory:
         return footprint
 
     def _nbytes(
-        self, footprint: Footprint, room: Room, may_end: Sequence[EngineSlot], engines: Sequence[EngineSlot]
+        self, footprint: Footprint, left: FreeMemory, may_end: Sequence[EngineSlot], engines: Sequence[EngineSlot]
     ) -> int:
         """Return the bytes that an engine needs to begin: beside others that load, also its pages of the file."""
         loads_alone = not any(engine.state == "starting" for engine in engines)
         if self.limit_bytes is None and loads_alone:
             return footprint.promise_bytes
-        most = room.after_end_of(may_end)
+        most = left.after_end_of(may_end)
         return max(
             footprint.promise_bytes,
             min(footprint.load_peak_bytes, most.gpu if footprint.device == "cuda" else most.ram),
@@ -403,16 +403,16 @@ def _busy(engines: Sequence[EngineSlot]) -> list[EngineSlot]:
     return sorted(busy, key=lambda engine: engine.asked_at)
 
 
-def _must_end(may_end: Sequence[EngineSlot], room: Room, need: Bytes, surplus: int) -> Sequence[EngineSlot]:
+def _must_end(may_end: Sequence[EngineSlot], left: FreeMemory, need: Bytes, surplus: int) -> Sequence[EngineSlot]:
     """Return the engines whose end makes room for another: no more than it needs, those that end soonest first."""
     ends = _ending(may_end)
     loading = [engine for engine in may_end if engine.state == "starting" and engine not in ends]
     groups = _idle(may_end), _busy(may_end), loading
-    for engine in (engine for group in groups for engine in room.in_order(group, need)):
-        free = room.after_end_of(ends)
+    for engine in (engine for group in groups for engine in left.in_order(group, need)):
+        free = left.after_end_of(ends)
         if free.holds(need) and len(ends) >= surplus:
             break
-        if engine not in ends and (room.helps(engine, free, need) or len(ends) < surplus):
+        if engine not in ends and (left.helps(engine, free, need) or len(ends) < surplus):
             ends.append(engine)
     return ends
 
@@ -423,9 +423,9 @@ def _own_bytes(engine: EngineSlot, measured: Measured) -> int:
     return measured.own_bytes.get(engine.process.pid, unknown) if engine.process is not None else 0
 
 
-def _still_holds(known: Footprint, usable: Bytes, asked: Bytes, room: Room) -> bool:
+def _still_holds(known: Footprint, usable: Bytes, asked: Bytes, left: FreeMemory) -> bool:
     """Return whether a prediction is still the best form of an engine, in the memory that there is."""
-    if known.ram_bytes > usable.ram or not usable.holds(Bytes(gpu=room.need(known).gpu)):
+    if known.ram_bytes > usable.ram or not usable.holds(Bytes(gpu=left.need(known).gpu)):
         return False
     if known.device == "cuda":
         return known.is_preferred or usable.gpu <= asked.gpu

@@ -16,7 +16,7 @@ from typing import Self
 
 from edgelm.base.errors import EngineError, StillLoadingError
 from edgelm.library.scan import LocalModel
-from edgelm.server.engines.memory import Host, Memory
+from edgelm.server.engines.memory import AnyMachine, Memory
 from edgelm.server.engines.slots import EngineSlot, Launch
 
 TICK_S = 0.01  # least pause between two looks at the clock
@@ -35,7 +35,7 @@ class EngineTable:
     def __init__(
         self,
         launch: Launch,
-        host: Host,
+        machine: AnyMachine,
         *,
         idle_timeout_s: float = 0.0,
         keep_alive: Callable[[LocalModel], float | None] = lambda _: None,
@@ -45,7 +45,7 @@ class EngineTable:
         self.slots: dict[Path, EngineSlot] = {}
         self.before_unload: Callable[[EngineSlot], Awaitable[None]] = _do_nothing  # for those who count
         self.memory = Memory(
-            host, self.engines, self.unload, self._drain, limit_bytes=limit_bytes, max_models=max_models
+            machine, self.engines, self.unload, self._drain, limit_bytes=limit_bytes, max_models=max_models
         )
         self._launch = launch
         self._idle_timeout_s = idle_timeout_s or math.inf
