@@ -1,4 +1,4 @@
-"""Shared by `run`, `bench` and `eval`: a worker that does one job with a model, and a line of progress."""
+"""A worker that does one job with a model (`run`, `bench`, `embed`, `eval`), and what many commands print: progress."""
 
 from __future__ import annotations
 

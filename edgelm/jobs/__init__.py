@@ -1,1 +1,1 @@
-"""The jobs of a worker that has loaded a model: a completion, a speed test, an evaluation."""
+"""The jobs of a worker that has loaded a model: a completion, vectors, a speed test, an evaluation."""

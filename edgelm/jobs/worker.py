@@ -1,4 +1,4 @@
-"""The worker of `edgelm run`, `bench` and `eval`: load a model and do one job with it.
+"""The worker of `edgelm run`, `bench`, `embed` and `eval`: load a model and do one job with it.
 
 Owns the life of a loaded model in a worker: from its job to the data that it leaves for the next process. Knows nothing
 of terminals and flags. Only a worker imports this module: it loads native code.

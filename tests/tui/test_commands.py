@@ -30,6 +30,7 @@ CODE = ANSWER.split("```python\n")[1].split("```")[0].rstrip("\n")
 @pytest.mark.parametrize("command", ALL_COMMANDS, ids=lambda command: f"{command.name}-{command.face}")
 def test_each_command_has_a_function(command: Command) -> None:
     assert inspect.iscoroutinefunction(command.function)
+    assert parse_call(f"/{command.name} x") == (command.name, "x")
 
 
 def test_each_face_has_one_command_of_a_name() -> None:

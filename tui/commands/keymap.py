@@ -1,7 +1,7 @@
 """The user's own keys: the table `[keys]` of config.toml, in which a name of a row or command gets other keys.
 
 Owns the names, which keys can be bound, and the labels of the keys in force. The rows and their own keys are in
-commands.py; Textual's keymap does the binding.
+table.py; Textual's keymap does the binding.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The commands about what the user has made their own: presets, themes, and the editor for long messages.
 
-Owns what is asked and told. The tables of config.toml are read by chats/presets.py, themes.py and keymap.py.
+Owns what is asked and told. The tables of config.toml are read by chats/presets.py, dialogs/themes.py and keymap.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The engine process of one model in a front: started on demand, restarted after a crash, ended when the table says so.
 
 Owns its states: waiting for memory, starting, ready, failed, stopping; restarts and their pauses; the requests that
-use it or wait for it. Does not decide whether there is memory, nor when it ends: table.py does.
+use it or wait for it. Does not decide whether there is memory, nor when it ends: memory.py and table.py do.
 """
 
 from __future__ import annotations

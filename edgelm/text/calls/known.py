@@ -73,7 +73,7 @@ _PYTHON = CallFormat(
 )
 HERMES = replace(_HERMES_CALL, also=(_FUNCTION_TAGS,))
 
-# The first row whose strings all stand in the template wins.
+# Rows whose strings all stand in the template; of several, derive.py takes the one that predicts what it writes.
 KNOWN: tuple[tuple[tuple[str, ...], CallFormat], ...] = (
     (("<|channel|>", "<|message|>", "<|call|>"), CallFormat(name="Harmony", body="harmony", parallel=False)),
     (
