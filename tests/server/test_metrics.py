@@ -76,6 +76,7 @@ class FakeSlot:
     process: Any
     num_loads: int = 1
     num_restarts: int = 0
+    footprint: Any = None
 
 
 class Table:
