@@ -81,6 +81,7 @@ GEMMA_4 = {
     "tie_word_embeddings": True,
     "sliding_window": 512,
     "hidden_size_per_layer_input": 256,
+    "enable_moe_block": False,
     "max_position_embeddings": 131_072,
     "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -344,7 +345,7 @@ def delta_state_bytes(values: Values, kv_heads: list[int]) -> int:
 
 def folder_experts(values: Values, num_layers: int) -> Experts:
     """Read the experts of the decoder. Raises ModelError where they cannot be true."""
-    has_experts = values.get("enable_moe_block") is not False  # Gemma 4's dense sizes say so
+    has_experts = values.get("enable_moe_block") is not False  # as Gemma 4 does not, unless its file says so
     count = values.integer(*EXPERTS, high=MAX_EXPERTS, default=0) if has_experts else 0
     return Experts(count, [values.integer(*EXPERTS_USED, high=MAX_EXPERTS, default=0)] * num_layers)
 

@@ -113,7 +113,7 @@ def test_what_the_kernels_cannot_take_is_llama_cpps(tmp_path: Path, monkeypatch:
     assert chosen(plain) == EngineChoice("torch", "cuda", (unchecked,))
     assert chosen(plain, tune=True).reasons == (unchecked, untuned)
     with monkeypatch.context() as tuned:
-        tuned.setattr(build_package, "num_tuned", lambda _folder, gpu: 5 if gpu == "GPU X" else 0)
+        tuned.setattr("edgelm.backends.tuned.num_tuned", lambda _folder, gpu: 5 if gpu == "GPU X" else 0)
         assert chosen(plain, tune=True).reasons == (unchecked,)
     odd = write_tiny(tmp_path / "odd.gguf", head_dim=48)
     assert chosen(odd).engine == "llama"
