@@ -683,6 +683,7 @@ async def with_steps(chat: Driver) -> Inspector:
     """Open the inspector with 60 steps, and return it."""
     if not chat.screen.inspector.is_open:
         chat.screen.run_command("inspect", "")
+        await chat.until(lambda: chat.screen.inspector.is_open, "the inspector is open")
     inspector = chat.screen.query_one(Inspector)
     for number in range(1, 61):
         inspector.feed(StepSeen(number, number, 5, 1, 0, (Chunk(1, 9, 0, 9 + number, 1, 0, 0, 0, 1),)))
