@@ -70,6 +70,23 @@ def several(asked: Asked) -> None:
     asked.event(b"[DONE]")
 
 
+def slow_texts(asked: Asked) -> None:
+    """Begin with two chunks without text."""
+    asked.start()
+    for text in ("", "", "Hello"):
+        asked.event({"choices": [{"index": 0, "text": text, "finish_reason": None}]})
+    asked.event({"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]})
+    asked.event(b"[DONE]")
+
+
+def no_text(asked: Asked) -> None:
+    """End at once; the usage comes in a chunk of its own."""
+    asked.start()
+    asked.event({"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]})
+    asked.event({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 0}})
+    asked.event(b"[DONE]")
+
+
 def stopped(asked: Asked) -> None:
     """Tell the stop string, as vLLM does."""
     asked.start()
@@ -247,6 +264,8 @@ BEHAVIOURS: dict[str, Callable[[Asked], None]] = {
     "calls": calls,
     "texts": texts,
     "several": several,
+    "slow_texts": slow_texts,
+    "no_text": no_text,
     "stopped": stopped,
     "logprobs": logprobs,
     "whole": whole,
@@ -776,3 +795,18 @@ def test_an_echo_of_a_text_is_made_here(remote: Setting) -> None:
     assert streamed.index("Say: ") < streamed.index("Hel")
     refused = remote.post("/v1/completions", document | {"logprobs": 1})
     assert refused.json()["error"]["param"] == "echo"
+
+
+@pytest.mark.parametrize(
+    ("model", "prompt", "texts"),
+    [
+        ("slow_texts", "Say: ", ["Say: Hello"]),
+        ("no_text", "Say: ", ["Say: "]),
+        ("several", ["a ", "b "], ["a one", "b two"]),
+    ],
+)
+def test_an_echo_is_made_once_before_chunks_without_text(
+    remote: Setting, model: str, prompt: str | list[str], texts: list[str]
+) -> None:
+    answer = remote.post("/v1/completions", {"model": model, "prompt": prompt, "echo": True}).json()
+    assert [choice["text"] for choice in answer["choices"]] == texts
