@@ -327,6 +327,7 @@ def remote(environment: dict[str, str], models: Path, tmp_path_factory: pytest.T
         tables["gone"] = {"endpoint": "http://127.0.0.1:9/v1", "connect_timeout": 2}
         tables["tiny"] = {"endpoint": f"{address}/plain/v1", "model": "their-name"}
         tables["second"] = {"endpoint": [f"{address}/broken/v1", f"{address}/plain/v1"], "model": "their-name"}
+        tables["second_vectors"] = {"endpoint": [f"{address}/{name}/v1" for name in ("unknown", "vectors")]}
         config = folder / "config"
         config.mkdir()
         (config / "config.toml").write_text(config_of(tables))
@@ -722,6 +723,14 @@ def test_a_server_without_vectors_says_so_and_stays_well(remote: Setting) -> Non
         assert answer.status_code == 400
         assert "makes no embeddings: This server does not support embeddings" in answer.text
     assert remote.front.ps("no_embeddings")["state"] == "ready"
+
+
+def test_a_server_that_makes_vectors_is_found_behind_one_that_does_not(remote: Setting) -> None:
+    count = len(remote.seen)
+    for _ in range(4):
+        answer = remote.post("/v1/embeddings", {"model": "second_vectors", "input": "hey"})
+        assert answer.status_code == 200, answer.text
+    assert {asked.path.split("/")[1] for asked in remote.seen[count:]} == {"unknown", "vectors"}
 
 
 def test_embed_prints_the_vectors_of_another_server(remote: Setting) -> None:

@@ -127,7 +127,7 @@ class RemoteModel:
                         if box.omitted != omitted:
                             continue  # once more, without a field that it does not know
                         raise error.error from None
-                    if error.kind != "busy":
+                    if error.kind not in ("busy", "unsupported"):
                         box.failed(error.kind, str(error))
                     if has_begun:
                         raise error.error from None
