@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from edgelm.base.errors import EngineError
+from edgelm.commands.endpoints import Endpoint
 from edgelm.evaluation.scores import MAX_LOG
+from edgelm.server.api.errors import ApiError
+from edgelm.server.remotes.boxes import BoxError
 from tests.server.fake_remote import Asked, config_of, remote_server
 from tests.server.harness import Front
 from tests.server.test_serve import edgelm
@@ -149,3 +154,23 @@ def test_a_perplexity_beyond_all_numbers_is_the_largest(
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert (result["perplexity"], result["stderr"]) == (math.exp(MAX_LOG), 0)
+
+
+async def test_an_answer_that_breaks_is_not_sent_again() -> None:
+    """Another request drops a field while this one gets its answer."""
+    num_sent = 0
+
+    class Breaking:
+        omitted: frozenset[str] = frozenset()
+
+        async def chunks(self, *_: object) -> AsyncGenerator[dict[str, Any], None]:
+            nonlocal num_sent
+            num_sent += 1
+            yield {}
+            self.omitted |= {f"field {num_sent}"} if num_sent < 3 else frozenset()
+            raise BoxError("failed", ApiError(502, "remote_failed", "it broke"))
+
+    box: Any = Breaking()
+    with pytest.raises(EngineError, match="it broke"):
+        _ = [chunk async for chunk in Endpoint("big", box).chunks("/completions", {})]
+    assert num_sent == 1
