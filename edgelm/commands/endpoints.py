@@ -38,7 +38,7 @@ class Endpoint:
                         yield chunk
                 return
             except BoxError as error:
-                if self.box.omitted == omitted:
+                if error.kind != "refused" or self.box.omitted == omitted:
                     raise EngineError(str(error)) from None
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +20,11 @@ from edgelm.client.json_values import mapping, number
 from edgelm.commands.endpoints import Endpoint
 from edgelm.commands.job import StatusLine
 from edgelm.evaluation.evaluate import DEFAULT_WINDOW
-from edgelm.evaluation.scores import Scores, Tally
+from edgelm.evaluation.scores import Scores, Tally, perplexity
 from edgelm.evaluation.text import MIN_WINDOW, Cut, TextTokens, Window
 from edgelm.server.remotes.boxes import Box, BoxError
+
+MAX_SURPRISE = 10_000.0  # in nats: vLLM tells -9999 of a token that cannot come
 
 
 def eval_endpoint(
@@ -33,6 +34,8 @@ def eval_endpoint(
     length = window or DEFAULT_WINDOW
     if length < MIN_WINDOW:
         raise RequestError(f"--window is {length}", f"give at least {MIN_WINDOW}")
+    cut = Cut(length, stride)
+    cut.require_stride()
     status = StatusLine(sys.stderr.isatty())
     with asyncio.Runner() as runner:
         remote = _Remote(endpoint, runner)
@@ -40,9 +43,9 @@ def eval_endpoint(
             bos = remote.encode("", bos=True)
             tokens = TextTokens(text, remote)  # type: ignore[arg-type]  # it needs `encode` only
             tally = Tally()
-            for part in Cut(length, stride).windows(iter(tokens), bos):
+            for part in cut.windows(iter(tokens), bos):
                 tally.add(remote.scores(part))
-                status.show(f"window {tally.windows:,}, perplexity {math.exp(tally.surprise.mean):.4f}")
+                status.show(f"window {tally.windows:,}, perplexity {perplexity(tally.surprise):.4f}")
                 if tally.windows == limit:
                     break
         finally:
@@ -50,12 +53,12 @@ def eval_endpoint(
             remote.close()
     if not tally.windows:
         raise RequestError(f"{text.name} is shorter than a window of {length:,} tokens", "give a longer text")
-    perplexity = math.exp(tally.surprise.mean)
+    value = perplexity(tally.surprise)
     result: dict[str, Any] = {
         "model": endpoint.model,
         "endpoint": endpoint.where,
-        "perplexity": perplexity,
-        "stderr": perplexity * tally.surprise.error,
+        "perplexity": value,
+        "stderr": value * tally.surprise.error,
         "tokens": tally.surprise.count,
         "windows": tally.windows,
         "window": length,
@@ -104,8 +107,10 @@ class _Remote:
         scored = [number(value) for value in values[window.first : len(window.tokens)]]
         if None in scored:
             raise EngineError(f"{self._endpoint.where} leaves out probabilities of a prompt")
-        empty = np.empty(0)
-        return Scores(-np.array(scored, np.float64), empty, empty, np.empty(0, np.bool_))
+        surprise, empty = -np.array(scored, np.float64), np.empty(0)
+        if (np.abs(surprise) > MAX_SURPRISE).any():
+            raise EngineError(f"{self._endpoint.where} tells probabilities of a prompt that are out of range")
+        return Scores(surprise, empty, empty, np.empty(0, np.bool_))
 
     def _ask(self, box: Box, path: str, fields: dict[str, Any]) -> dict[str, Any]:
         body = {"model": self._endpoint.model} | fields

@@ -21,6 +21,7 @@ Logits = NDArray[np.float32]
 BLOCK_NUMBERS = 2**20  # logits that are in float64 at a time
 _BIN_RATIO = math.log(1.001)  # so that a quantile of the divergence is within 0.05 percent
 NOISE_TIMES = 2  # a divergence of at most so many times the noise floor says nothing
+MAX_LOG = 700.0  # exp of more overflows a float
 _MIN_DIVERGENCE = 1e-15  # below this there is only rounding
 
 
@@ -105,6 +106,11 @@ class Moments:
     def error(self) -> float:
         """The standard error of the mean, as if the values were independent; 0 for fewer than two."""
         return math.sqrt(self.squares / self.count / (self.count - 1)) if self.count > 1 else 0.0
+
+
+def perplexity(surprise: Moments) -> float:
+    """Return e to the mean surprise: Jelinek and others, Perplexity, a measure of difficulty of tasks (1977)."""
+    return math.exp(min(surprise.mean, MAX_LOG))
 
 
 @dataclass(slots=True)

@@ -131,6 +131,14 @@ class Cut:
     length: int
     stride: int | None = None
 
+    def require_stride(self) -> None:
+        """Raise EdgeLMError for a stride that does not fit the window."""
+        limit = self.length - 1
+        if self.stride is not None and not 1 <= self.stride <= limit:
+            raise EdgeLMError(
+                f"--stride is {self.stride:,}", f"give 1 to {limit}, less than the window of {self.length}"
+            )
+
     def windows(self, text: Iterator[int], bos: Sequence[int]) -> Iterator[Window]:
         """Yield the windows of a text without its BOS. Each begins with `bos`, which may be empty.
 

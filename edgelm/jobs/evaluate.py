@@ -20,12 +20,11 @@ from edgelm.base.workers.child import Child
 from edgelm.base.workers.messages import EvalJob, EvalRestarted, EvalState, Result, Status
 from edgelm.engine.core import ExecutorInfo
 from edgelm.evaluation.evaluate import NOISE_TOKENS, Evaluation, evaluate
-from edgelm.evaluation.scores import Moments, Tally, distinguishable
+from edgelm.evaluation.scores import Moments, Tally, distinguishable, perplexity
 from edgelm.evaluation.text import Cut, TextTokens
 
 STATE_EVERY_S = 0.5
 STATUS_EVERY_S = 0.2
-MAX_LOG = 700.0  # exp of more overflows a float
 
 
 def evaluate_file(job: EvalJob, child: Child) -> None:
@@ -37,7 +36,7 @@ def evaluate_file(job: EvalJob, child: Child) -> None:
 def _run(job: EvalJob, evaluation: Evaluation, child: Child) -> None:
     tokenizer, info = evaluation.tokenizer, evaluation.model.executor.info
     cut = Cut(evaluation.window, job.stride)
-    _check_stride(cut)
+    cut.require_stride()
     bos = [token for token in tokenizer.encode("", special=False, bos=True) if token == tokenizer.bos_id]
     text = TextTokens(job.text, tokenizer)
     maker = _engine_name(info)
@@ -76,12 +75,6 @@ def _engine_name(info: ExecutorInfo) -> str:
     return f"{info.engine} on {info.device}"
 
 
-def _check_stride(cut: Cut) -> None:
-    limit = cut.length - 1
-    if cut.stride is not None and not 1 <= cut.stride <= limit:
-        raise EdgeLMError(f"--stride is {cut.stride:,}", f"give 1 to {limit}, less than the window of {cut.length}")
-
-
 def _too_short(text: TextTokens, cut: Cut) -> EdgeLMError:
     if cut.stride is not None:
         return EdgeLMError("the text has no token that could be predicted", "give a longer one")
@@ -109,9 +102,8 @@ class _Progress:
             self._measures_noise = any(floor.divergence.count < NOISE_TOKENS for floor in noise)
         if now - self._status_at >= STATUS_EVERY_S and tally.windows > self._num_done:
             left_s = (now - self._started_at) / (tally.windows - self._num_done) * (total - tally.windows)
-            perplexity = f"perplexity {_perplexity(tally.surprise):.3f}"
-            line = f"window {tally.windows:,} of about {total:,}, {perplexity}, {_duration(left_s)} left"
-            self._child.send(Status(line))
+            line = f"window {tally.windows:,} of about {total:,}, perplexity {perplexity(tally.surprise):.3f}"
+            self._child.send(Status(f"{line}, {_duration(left_s)} left"))
             self._status_at = now
         if now - self._state_at >= STATE_EVERY_S:
             state = tally.to_json() | {"maker": self._engine_name, "noise": [floor.to_json() for floor in noise]}
@@ -161,8 +153,8 @@ def _noise_floor(tally: Tally) -> dict[str, float]:
 
 
 def _likelihood(surprise: Moments) -> dict[str, float]:
-    perplexity = _perplexity(surprise)
-    return {"perplexity": perplexity, "stderr": perplexity * surprise.error, "nats_per_token": surprise.mean}
+    value = perplexity(surprise)
+    return {"perplexity": value, "stderr": value * surprise.error, "nats_per_token": surprise.mean}
 
 
 def _comparison(tally: Tally) -> dict[str, float]:
@@ -179,11 +171,6 @@ def _comparison(tally: Tally) -> dict[str, float]:
         "log_perplexity_difference": tally.difference.mean,
         "log_perplexity_difference_stderr": tally.difference.error,
     }
-
-
-def _perplexity(surprise: Moments) -> float:
-    """Return e to the mean surprise: Jelinek and others, Perplexity, a measure of difficulty of tasks (1977)."""
-    return math.exp(min(surprise.mean, MAX_LOG))
 
 
 def _duration(seconds: float) -> str:

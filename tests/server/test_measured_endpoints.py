@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from edgelm.base.errors import EngineError
+from edgelm.commands.endpoints import Endpoint
+from edgelm.evaluation.scores import MAX_LOG
+from edgelm.server.api.errors import ApiError
+from edgelm.server.remotes.boxes import BoxError
 from tests.server.fake_remote import Asked, config_of, remote_server
 from tests.server.harness import Front
 from tests.server.test_serve import edgelm
@@ -68,6 +75,24 @@ def answering(asked: Asked) -> None:
         asked.say(200, {"choices": [{"text": "a", "logprobs": None}]})
 
 
+def unlikely(asked: Asked) -> None:
+    """Tell that every token of a prompt cannot come, as vLLM does: by -9999."""
+    if asked.path.endswith("/tokenize"):
+        asked.say(200, {"tokens": [ord(char) for char in asked.body["prompt"]]})
+    else:
+        values = [-9999.0] * len(asked.body["prompt"])
+        asked.say(200, {"choices": [{"text": "a", "logprobs": {"token_logprobs": values}}]})
+
+
+def hostile(asked: Asked) -> None:
+    """Tell finite numbers whose squares are infinite."""
+    if asked.path.endswith("/tokenize"):
+        asked.say(200, {"tokens": [ord(char) for char in asked.body["prompt"]]})
+    else:
+        values = [-1e300] * len(asked.body["prompt"])
+        asked.say(200, {"choices": [{"text": "a", "logprobs": {"token_logprobs": values}}]})
+
+
 def silent_about_usage(asked: Asked) -> None:
     asked.start()
     asked.chunk(content="a", reason="stop")
@@ -76,10 +101,11 @@ def silent_about_usage(asked: Asked) -> None:
 
 @pytest.fixture(scope="module")
 def elsewhere(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """An environment with two models of another server."""
-    with remote_server({"box": answering, "odd": silent_about_usage}) as (address, seen):
+    """An environment with models of another server."""
+    behaviours = {"box": answering, "odd": silent_about_usage, "unlikely": unlikely, "hostile": hostile}
+    with remote_server(behaviours) as (address, seen):
         config = tmp_path_factory.mktemp("config")
-        tables = {name: {"endpoint": f"{address}/{name}/v1", "model": "their-name"} for name in ("box", "odd")}
+        tables = {name: {"endpoint": f"{address}/{name}/v1", "model": "their-name"} for name in behaviours}
         (config / "config.toml").write_text(config_of(tables))
         yield environment | {"EDGELM_CONFIG_DIR": str(config)}, seen
 
@@ -103,6 +129,9 @@ def test_bench_knows_the_models_of_other_servers(elsewhere: tuple[dict[str, str]
         (("bench", "nowhere", "--api-key", "a secret key"), "add --endpoint URL"),
         (("bench", "box", "--endpoint", "http://10.1.2.3/v1", "--api-key", "a secret key"), "unencrypted"),
         (("eval", "box", "TEXT", "--window", "16"), "does not tell the probabilities of a prompt"),
+        (("eval", "box", "TEXT", "--window", "16", "--stride", "16"), "--stride is 16; give 1 to 15"),
+        (("eval", "box", "TEXT", "--stride", "0"), "--stride is 0; give 1 to 511"),
+        (("eval", "hostile", "TEXT", "--window", "16"), "probabilities of a prompt that are out of range"),
         (("eval", "box", "TEXT", "--against", "f16"), "--against needs the engine"),
         (("eval", "box", "TEXT", "--plot"), "only of models here"),
         (("eval", "odd", "TEXT"), "sends events"),
@@ -116,3 +145,32 @@ def test_what_cannot_be_measured_is_one_line(
     assert reason in done.stderr or (reason == "sends events" and "answers with text/event-stream" in done.stderr)
     assert done.stderr.count("\n") == 1
     assert "Traceback" not in done.stderr
+
+
+def test_a_perplexity_beyond_all_numbers_is_the_largest(
+    elsewhere: tuple[dict[str, str], list[Asked]], text: Path
+) -> None:
+    done = edgelm(elsewhere[0], "eval", "unlikely", text, "--window", "16", "--limit", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["perplexity"], result["stderr"]) == (math.exp(MAX_LOG), 0)
+
+
+async def test_an_answer_that_breaks_is_not_sent_again() -> None:
+    """Another request drops a field while this one gets its answer."""
+    num_sent = 0
+
+    class Breaking:
+        omitted: frozenset[str] = frozenset()
+
+        async def chunks(self, *_: object) -> AsyncGenerator[dict[str, Any], None]:
+            nonlocal num_sent
+            num_sent += 1
+            yield {}
+            self.omitted |= {f"field {num_sent}"} if num_sent < 3 else frozenset()
+            raise BoxError("failed", ApiError(502, "remote_failed", "it broke"))
+
+    box: Any = Breaking()
+    with pytest.raises(EngineError, match="it broke"):
+        _ = [chunk async for chunk in Endpoint("big", box).chunks("/completions", {})]
+    assert num_sent == 1

@@ -70,6 +70,23 @@ def several(asked: Asked) -> None:
     asked.event(b"[DONE]")
 
 
+def slow_texts(asked: Asked) -> None:
+    """Begin with two chunks without text."""
+    asked.start()
+    for text in ("", "", "Hello"):
+        asked.event({"choices": [{"index": 0, "text": text, "finish_reason": None}]})
+    asked.event({"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]})
+    asked.event(b"[DONE]")
+
+
+def no_text(asked: Asked) -> None:
+    """End at once; the usage comes in a chunk of its own."""
+    asked.start()
+    asked.event({"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]})
+    asked.event({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 0}})
+    asked.event(b"[DONE]")
+
+
 def stopped(asked: Asked) -> None:
     """Tell the stop string, as vLLM does."""
     asked.start()
@@ -247,6 +264,8 @@ BEHAVIOURS: dict[str, Callable[[Asked], None]] = {
     "calls": calls,
     "texts": texts,
     "several": several,
+    "slow_texts": slow_texts,
+    "no_text": no_text,
     "stopped": stopped,
     "logprobs": logprobs,
     "whole": whole,
@@ -308,6 +327,7 @@ def remote(environment: dict[str, str], models: Path, tmp_path_factory: pytest.T
         tables["gone"] = {"endpoint": "http://127.0.0.1:9/v1", "connect_timeout": 2}
         tables["tiny"] = {"endpoint": f"{address}/plain/v1", "model": "their-name"}
         tables["second"] = {"endpoint": [f"{address}/broken/v1", f"{address}/plain/v1"], "model": "their-name"}
+        tables["second_vectors"] = {"endpoint": [f"{address}/{name}/v1" for name in ("unknown", "vectors")]}
         config = folder / "config"
         config.mkdir()
         (config / "config.toml").write_text(config_of(tables))
@@ -705,6 +725,14 @@ def test_a_server_without_vectors_says_so_and_stays_well(remote: Setting) -> Non
     assert remote.front.ps("no_embeddings")["state"] == "ready"
 
 
+def test_a_server_that_makes_vectors_is_found_behind_one_that_does_not(remote: Setting) -> None:
+    count = len(remote.seen)
+    for _ in range(4):
+        answer = remote.post("/v1/embeddings", {"model": "second_vectors", "input": "hey"})
+        assert answer.status_code == 200, answer.text
+    assert {asked.path.split("/")[1] for asked in remote.seen[count:]} == {"unknown", "vectors"}
+
+
 def test_embed_prints_the_vectors_of_another_server(remote: Setting) -> None:
     done = remote.command("embed", "vectors", "hey", "hello")
     assert [json.loads(line) for line in done.stdout.splitlines()] == [
@@ -776,3 +804,18 @@ def test_an_echo_of_a_text_is_made_here(remote: Setting) -> None:
     assert streamed.index("Say: ") < streamed.index("Hel")
     refused = remote.post("/v1/completions", document | {"logprobs": 1})
     assert refused.json()["error"]["param"] == "echo"
+
+
+@pytest.mark.parametrize(
+    ("model", "prompt", "texts"),
+    [
+        ("slow_texts", "Say: ", ["Say: Hello"]),
+        ("no_text", "Say: ", ["Say: "]),
+        ("several", ["a ", "b "], ["a one", "b two"]),
+    ],
+)
+def test_an_echo_is_made_once_before_chunks_without_text(
+    remote: Setting, model: str, prompt: str | list[str], texts: list[str]
+) -> None:
+    answer = remote.post("/v1/completions", {"model": model, "prompt": prompt, "echo": True}).json()
+    assert [choice["text"] for choice in answer["choices"]] == texts

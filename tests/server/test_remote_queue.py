@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 
 from edgelm.base.errors import BusyError, UsageError
 from edgelm.base.model_tables import ModelTable, parse_tables
-from edgelm.server.remotes.boxes import FIRST_LIMIT, LEAST_LIMIT, SLOW_S
-from edgelm.server.remotes.models import MAX_REQUESTS, RemoteModel, Remotes
+from edgelm.server.api.errors import ApiError
+from edgelm.server.remotes.boxes import FIRST_LIMIT, LEAST_LIMIT, SLOW_S, Box, BoxError
+from edgelm.server.remotes.models import MAX_REQUESTS, MAX_TRIES, RemoteModel, Remotes
 
 HERE = ["http://127.0.0.1:9/v1", "http://127.0.0.1:10/v1"]
 
@@ -120,6 +122,26 @@ async def test_the_limit_of_a_server_is_learnt_from_refusals_and_answers() -> No
     box.answered(now(), 0.1, 100)
     assert box.limit == limit, "it was not reached"
     assert not box.refused(now() + 1), "it has nothing else, and takes not even one"
+
+
+async def test_after_the_last_refusal_the_client_gets_it() -> None:
+    model = model_at(*HERE)
+    for box in model.boxes:
+        box.num_open = 3  # of other clients
+    num_tries = 0
+
+    async def refused(box: Box, sent_at: float) -> AsyncGenerator[str, None]:
+        nonlocal num_tries
+        num_tries += 1
+        await asyncio.sleep(0.001)
+        box.refused(sent_at)  # another client's request too, whose answers then raise the limit
+        box.limit = FIRST_LIMIT
+        raise BoxError("busy", ApiError(429, "remote_busy", f"refusal {num_tries}"))
+        yield ""
+
+    with pytest.raises(ApiError, match=f"refusal {MAX_TRIES}") as caught:
+        _ = [part async for part in model.first_answer("a", refused)]
+    assert caught.value.status == 429
 
 
 async def test_slow_first_tokens_lower_the_limit_but_not_to_one() -> None:

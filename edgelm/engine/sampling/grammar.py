@@ -178,6 +178,7 @@ class _Thread:
                 work()
             except BaseException:  # a bug, of which the request is told: the thread goes on
                 log.exception("a grammar could not be compiled")
+            del work  # it has the compiler and the grammar, which an idle thread would keep
 
 
 class GrammarCompiler:
@@ -198,6 +199,7 @@ class GrammarCompiler:
         self._checker = checker or GrammarChecker()
         self._slots = asyncio.Semaphore(MAX_WORKERS)
         self._idle: list[_Thread] = []
+        self._is_closed = False
         self._results: OrderedDict[GrammarSpec, Grammar | RequestError] = OrderedDict()
         self._pending: dict[GrammarSpec, asyncio.Task[Grammar]] = {}
 
@@ -226,6 +228,7 @@ class GrammarCompiler:
 
     async def close(self) -> None:
         """End the processes that check grammars, and the threads that compile them."""
+        self._is_closed = True  # compiles that are under way end their threads
         while self._idle:
             self._idle.pop().end()
         await self._checker.close()
@@ -242,7 +245,7 @@ class GrammarCompiler:
                 log.warning("a grammar that passed its trial does not compile in %g s", COMPILE_LIMIT_S)
                 raise RequestError("the grammar takes too long to compile", "simplify it") from None
             finally:
-                if work.done():
+                if work.done() and not self._is_closed:
                     self._idle.append(thread)
                 else:
                     thread.end()

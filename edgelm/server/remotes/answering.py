@@ -123,10 +123,11 @@ class _Work:
         body = body_of(self._requests, self._model.model, box.omitted)
         notes = (*self._notes, *notes_of(self._requests[0], box.omitted))
         chunks = Chunks(self._requests, notes, self._texts)
-        first = last = 0.0
+        has_begun, first, last = False, 0.0, 0.0
         async with aclosing(box.chunks(path_of(self._requests), body, self._num_bytes)) as received:
             async for chunk in received:
-                if not first:
+                if not has_begun:  # the first chunks may have no text
+                    has_begun = True
                     await self._forwarded()
                     for delta in echoes_of(self._requests):
                         yield delta

@@ -45,7 +45,7 @@ TOO_LONG = ("context length", "context size", "context window", "context_length"
 STALE = httpx2.RemoteProtocolError, httpx2.ReadError, httpx2.WriteError  # of a connection that was kept too long
 
 log = logging.getLogger(__name__)
-Kind = Literal["refused", "busy", "failed", "down"]
+Kind = Literal["refused", "busy", "failed", "down", "unsupported"]  # the last: it lacks the route, and is well
 
 
 class BoxError(Exception):
@@ -304,7 +304,7 @@ class Box:
             return BoxError("down", ApiError(503, "remote_unavailable", message, headers=retry))
         if status in (404, 405, 501) and answer.url.path.endswith(EMBEDDINGS):  # it has answers, and no vectors
             message = self._says(f"makes no embeddings{detail and f': {detail}'}")
-            return BoxError("refused", ApiError(400, "unsupported_by_remote", message, param="model"))
+            return BoxError("unsupported", ApiError(400, "unsupported_by_remote", message, param="model"))
         if status == 404:
             message = self._says(f"has no model {self._table.model!r}, or no {answer.url.path}")
             return BoxError("failed", ApiError(502, "remote_has_no_model", message, headers=NO_RETRY))

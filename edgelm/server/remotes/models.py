@@ -22,6 +22,7 @@ from edgelm.base.model_tables import ModelTable
 from edgelm.client.addresses import is_loopback, normalize_address
 from edgelm.engine.counters import Counters
 from edgelm.library.scan import LocalModel
+from edgelm.server.api.errors import ApiError
 from edgelm.server.keys import read_secret
 from edgelm.server.remotes.boxes import Box, BoxError
 
@@ -112,7 +113,8 @@ class RemoteModel:
         """
         now = asyncio.get_running_loop().time
         tried: set[Box] = set()
-        for attempt in range(MAX_TRIES):
+        refusal: ApiError | None = None
+        for _ in range(MAX_TRIES):  # each waits in `turn` until the server has room
             has_begun = False
             async with self.turn(client, tried) as box:
                 sent_at, omitted = now(), box.omitted
@@ -123,19 +125,21 @@ class RemoteModel:
                             yield part
                     return
                 except BoxError as error:
+                    refusal = error.error
                     if error.kind == "refused":
                         if box.omitted != omitted:
                             continue  # once more, without a field that it does not know
                         raise error.error from None
-                    if error.kind != "busy":
+                    if error.kind not in ("busy", "unsupported"):
                         box.failed(error.kind, str(error))
                     if has_begun:
                         raise error.error from None
-                    if not (error.kind == "busy" and box.refused(sent_at) and attempt < MAX_TRIES - 1):
+                    if not (error.kind == "busy" and box.refused(sent_at)):
                         tried.add(box)
                         if len(tried) == len(self.boxes):
                             raise error.error from None
-        raise AssertionError
+        assert refusal
+        raise refusal
 
     @asynccontextmanager
     async def turn(self, client: str, tried: Collection[Box]) -> AsyncIterator[Box]:

@@ -363,6 +363,38 @@ async def test_new_grammars_are_compiled_by_the_same_threads(
         assert not thread.is_alive()
 
 
+async def test_an_idle_thread_keeps_no_grammar(compiler: GrammarCompiler) -> None:
+    grammar = weakref.ref(await compiler.compile(GrammarSpec("regex", "a")))
+    compiler._results.clear()
+    for _ in range(500):  # the thread may not have come back to its queue yet
+        gc.collect()
+        if grammar() is None:
+            break
+        await asyncio.sleep(0.01)
+    assert grammar() is None
+
+
+async def test_a_compile_that_ends_after_close_ends_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(Words(), NUM_VOCAB)
+    has_begun, may_end, threads = threading.Event(), threading.Event(), list[threading.Thread]()
+
+    def compiled(self: GrammarCompiler, checked: CheckedGrammar) -> Grammar:
+        threads.append(threading.current_thread())
+        has_begun.set()
+        may_end.wait(30)
+        return original(self, checked)
+
+    original = GrammarCompiler._compiled
+    monkeypatch.setattr(GrammarCompiler, "_compiled", compiled)
+    compiling = asyncio.create_task(compiler.compile(GrammarSpec("regex", "a")))
+    assert await asyncio.to_thread(has_begun.wait, 30)
+    await compiler.close()
+    may_end.set()
+    await compiling
+    await asyncio.to_thread(threads[0].join, 5)
+    assert not threads[0].is_alive()
+
+
 async def test_a_bug_ends_no_thread_that_compiles(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(GrammarCompiler, "_compiled", lambda *_: 1 // 0)
