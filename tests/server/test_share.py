@@ -22,7 +22,7 @@ import openai
 import pytest
 
 from edgelm.base.errors import EdgeLMError
-from edgelm.commands.share import _addresses, _host_names
+from edgelm.commands.share import _addresses, _host_names, _make_key
 from edgelm.server import own_certificates
 from edgelm.server.own_certificates import OwnCertificates
 from edgelm.server.tls import read_tls
@@ -33,9 +33,11 @@ pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes c
 
 
 @contextmanager
-def sharing(environment: dict[str, str], *arguments: str) -> Iterator[str]:
+def sharing(
+    environment: dict[str, str], *arguments: str, host: tuple[str, ...] = ("--host", "127.0.0.1")
+) -> Iterator[str]:
     """Give what `edgelm share` prints up to its last line before a QR code, while it serves."""
-    command = [sys.executable, "-m", "edgelm", "share", "--host", "127.0.0.1", "--port", "0", *arguments]
+    command = [sys.executable, "-m", "edgelm", "share", *host, "--port", "0", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         try:
             lines = read_line(process).decode()
@@ -268,9 +270,53 @@ def test_files_of_another_user_are_one_line(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_name_that_is_no_dns_name_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    for host, names in (("Ann's box", []), ("Box.lan", ["box.local", "box.lan", "box"]), ("my_box", [])):
+    for host, names in (("Ann's box", []), ("Box.lan", ["box.local", "box"]), ("my_box", [])):
         monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
         assert _host_names() == names
+
+
+def test_the_authority_stays_when_the_network_has_another_domain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = OwnCertificates(tmp_path)
+    for host, is_new in (("mac.fritz.box", True), ("mac.corp.example", False)):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        assert own.renew(host, ["10.0.0.1", *_host_names()]) == is_new
+
+
+def test_a_key_of_the_settings_is_refused(config: dict[str, str]) -> None:
+    done = edgelm(config | {"EDGELM_API_KEY": "x"}, "share", "--host", "127.0.0.1", "--port", "0")
+    assert done.returncode == 2
+    assert "EDGELM_API_KEY has api_key" in done.stderr
+    assert "--api-key-file" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_no_administrator_s_key_is_shown(config: dict[str, str], tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("root a-key-of-root admin\n")
+    keys.chmod(0o600)
+    flags = ("--with-key", "--no-qr", "--api-key-file", str(keys))
+    done = edgelm(config, "share", "--host", "127.0.0.1", "--port", "0", *flags)
+    assert done.returncode == 2
+    assert "only keys marked `admin`" in done.stderr
+    keys.write_text("root a-key-of-root admin\nme a-key-of-mine\n")
+    with sharing(config, *flags) as lines:
+        assert said(lines, "key") == "a-key-of-mine"
+        assert "not exposed" not in lines
+        assert "marked `admin` may also" in lines
+
+
+def test_a_host_of_the_settings_stays(config: dict[str, str]) -> None:
+    with sharing(config | {"EDGELM_HOST": "127.0.0.1"}, "--no-qr", host=()) as lines:
+        assert said(lines, "address").startswith("https://127.0.0.1:")
+        assert "Nobody else is let in: EDGELM_HOST has the host 127.0.0.1" in lines
+
+
+def test_a_key_file_of_another_user_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(EdgeLMError, match=r"keys\.txt cannot be used: Permission denied"):
+        _make_key(tmp_path / "keys.txt")
 
 
 def test_no_certificate_names_an_address_beyond_private_networks(tmp_path: Path) -> None:
