@@ -20,7 +20,7 @@ import typer
 
 from edgelm.base.atomic import atomic_write
 from edgelm.base.config import Config, load_config
-from edgelm.base.errors import EdgeLMError
+from edgelm.base.errors import EdgeLMError, UsageError
 from edgelm.base.runtime import FrontRecord
 from edgelm.commands.flags import Flags, SettingsOf, Verbose
 from edgelm.commands.serve import start_server
@@ -28,12 +28,14 @@ from edgelm.library.local import runs_here
 from edgelm.library.names import shown
 from edgelm.library.scan import installed
 from edgelm.server.access import is_loopback
-from edgelm.server.keys import read_key_file
+from edgelm.server.keys import Key, read_key_file
 from edgelm.server.own_certificates import OwnCertificates
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - with a key and TLS only
 SOMEWHERE = ("192.0.2.1", 9)  # of RFC 5737: no packet is sent there
 MAX_NAMES = 6  # of models
+NOT_EXPOSED = "Your files, chats and settings are not exposed."
+ADMINS = "Keys marked `admin` may also load any model file by its path, and pull and delete models."
 
 
 def share_models(
@@ -50,15 +52,18 @@ def share_models(
     config = load_config(flags)
     own, settings = dict(flags), config.settings
     folder = config.places.config / "share"
-    if is_loopback(settings.host) and not config.sources["host"].startswith("--"):
+    if settings.api_key is not None:  # it may be a short one, and has no mark of an administrator
+        message = f"`edgelm share` takes keys from a file only, and {config.sources['api_key']} has api_key"
+        raise UsageError(message, "put the key into a file, and give --api-key-file FILE")
+    if config.sources["host"] == "default":
         own["host"] = EVERYWHERE
     addresses = _addresses(str(own.get("host") or settings.host))
     key_file = Path(settings.api_key_file).expanduser() if settings.api_key_file else folder / "keys.txt"
     if settings.api_key_file is None:
         own["api_key_file"] = str(key_file)
-        if not key_file.exists():
-            _write_key(key_file)
-    key = read_key_file(key_file)[0].secret if with_key else ""
+        _make_key(key_file)
+    keys = read_key_file(key_file)
+    key = _key_to_show(keys, key_file) if with_key else ""
     trust = [f"certificate  {settings.tls_cert}, as it is configured"]
     if settings.tls_cert is None:
         certificates = OwnCertificates(folder)
@@ -68,11 +73,13 @@ def share_models(
             f"certificate  {certificates.authority} ({'new: ' if is_new else ''}clients have to trust it, once each)",
             f"             SHA-256 {certificates.fingerprint}",
         ]
+    only_here = f"             Nobody else is let in: {config.sources['host']} has the host {settings.host}"
     lines = [
+        *([only_here] if is_loopback(addresses[0]) else []),
         f"key          {key or f'in {key_file}'}",
         *trust,
         f"exposed      {_exposed(models or [], config)}",
-        "             Who has the key may ask them. Your files, chats and settings are not exposed.",
+        f"             Who has the key may ask them. {ADMINS if any(key.admin for key in keys) else NOT_EXPOSED}",
         "To trust the certificate on phones, Windows and others: docs/machines.md. curl: --cacert FILE",
     ]
     announce = partial(_announce, addresses=addresses, lines=lines, key=key, qr=qr)
@@ -99,11 +106,21 @@ def qr_text(url: str, key: str) -> str:
     return f"{url}\n{key}" if key else url
 
 
-def _write_key(file: Path) -> None:
+def _make_key(file: Path) -> None:
+    """Write a key file, unless there is one. Raises EdgeLMError."""
     try:
-        atomic_write(file, f"share {secrets.token_urlsafe(24)}\n".encode())
+        if not file.exists():
+            atomic_write(file, f"share {secrets.token_urlsafe(24)}\n".encode())
     except OSError as error:
-        raise EdgeLMError(f"{file} cannot be written: {error.strerror}", "give --api-key-file FILE") from None
+        raise EdgeLMError(f"{file} cannot be used: {error.strerror}", "give --api-key-file FILE") from None
+
+
+def _key_to_show(keys: list[Key], file: Path) -> str:
+    """Return the first key that is no administrator's. Raises UsageError."""
+    for key in keys:
+        if not key.admin:
+            return key.secret
+    raise UsageError(f"{file} has only keys marked `admin`, which are not shown", "add a line `NAME KEY` to it")
 
 
 def _addresses(host: str) -> list[str]:
@@ -124,11 +141,12 @@ def _addresses(host: str) -> list[str]:
 
 
 def _host_names() -> list[str]:
-    """Return the names by which a network may know this machine, first that of multicast DNS; only DNS names."""
-    name = socket.gethostname().lower()
-    short = name.partition(".")[0]
-    names = dict.fromkeys([f"{short}.local", name, short])
-    return [name for name in names if re.fullmatch(r"[a-z0-9-]{1,63}(\.[a-z0-9-]{1,63})*", name)]
+    """Return the names by which a network may know this machine, first that of multicast DNS; only DNS names.
+
+    Not the domain: it changes with the network, and clients would have to trust a new authority each time.
+    """
+    short = socket.gethostname().lower().partition(".")[0]
+    return [f"{short}.local", short] if re.fullmatch(r"[a-z0-9-]{1,63}", short) else []
 
 
 def _exposed(models: list[str], config: Config) -> str:

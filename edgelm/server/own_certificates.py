@@ -1,13 +1,14 @@
 """Certificates of our own making, for `edgelm share`: an authority that clients trust once, and the server's.
 
-Owns these files. The authority may sign for the names of this machine and for addresses of private networks only, so
-that its key is of little use to a thief. `openssl` makes them: no Python package that could is among our dependencies.
+Owns these files. The authority may sign only for servers with the names of this machine or addresses of private
+networks. `openssl` makes them: no Python package that could is among our dependencies.
 """
 
 from __future__ import annotations
 
 import hashlib
 import ipaddress
+import logging
 import secrets
 import shutil
 import ssl
@@ -18,24 +19,30 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgelm.base.atomic import atomic_write
 from edgelm.base.errors import EdgeLMError
-from edgelm.server.tls import read_tls
+from edgelm.server.tls import Tls, read_tls, shown_to_client
+
+log = logging.getLogger(__name__)
 
 AUTHORITY_DAYS, SERVER_DAYS = 3650, 397  # Apple's devices refuse a server's certificate of more than 825 days
-LEFT_S = 30 * 86_400  # a certificate with less time left is made again
+DAY_S = 86_400
+LEFT_S = 30 * DAY_S  # a certificate with less time left is made again
 LIMIT_S = 30.0
-PRIVATE = (
-    "10.0.0.0/255.0.0.0",
-    "100.64.0.0/255.192.0.0",
-    "127.0.0.0/255.0.0.0",
-    "169.254.0.0/255.255.0.0",
-    "172.16.0.0/255.240.0.0",
-    "192.168.0.0/255.255.0.0",
-    "::1/ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff",
-    "fc00::/fe00::",
-    "fe80::/ffc0::",
-)
+PRIVATE = [
+    ipaddress.ip_network(network)
+    for network in (
+        "10.0.0.0/8",
+        "100.64.0.0/10",
+        "127.0.0.0/8",
+        "169.254.0.0/16",
+        "172.16.0.0/12",
+        "192.168.0.0/16",
+        "::1/128",
+        "fc00::/7",
+        "fe80::/10",
+    )
+]
+NOT_PERMITTED = 47  # X509_V_ERR_PERMITTED_VIOLATION of OpenSSL: the authority may not sign for one of the names
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,10 @@ class OwnCertificates:
     def authority(self) -> Path:
         """The certificate that clients have to trust."""
         return self.folder / "edgelm-ca.crt"
+
+    @property
+    def authority_key(self) -> Path:
+        return self.folder / "edgelm-ca.key"
 
     @property
     def server(self) -> Path:
@@ -69,85 +80,134 @@ class OwnCertificates:
         Return whether the authority is new too: clients have to trust it. Raises EdgeLMError.
         """
         wanted = {name.lower() for name in names}
-        if self._is_good(wanted):
-            return False
-        is_new = not (self.authority.exists() and self._sign(wanted))
-        if is_new:
-            self._make_authority(host, wanted)
-            if not self._sign(wanted):
-                message = "the certificate of our own cannot name an address beyond private networks"
-                raise EdgeLMError(message, "give --tls-cert with a certificate for it")
-        return is_new
+        if public := [name for name in wanted if _is_public(name)]:
+            message = f"the certificate of our own cannot name {public[0]}, an address beyond private networks"
+            raise EdgeLMError(message, "give --tls-cert with a certificate for it, or --host with another address")
+        try:
+            tls = self._current(wanted)
+            left_s = tls.ends_at - time.time() if tls else 0.0
+            if left_s > LEFT_S:
+                return False
+            try:
+                return self._make(host, wanted)
+            except (EdgeLMError, OSError) as error:
+                if not tls:
+                    raise
+                days = f"{left_s / DAY_S:.0f} days"
+                log.warning("warning: %s ends in %s and cannot be made again: %s", self.server, days, error)
+                return False
+        except OSError as error:
+            message = f"{self.folder} cannot be used: {error.strerror}"
+            raise EdgeLMError(message, "make room, correct its owner, or set EDGELM_CONFIG_DIR") from None
 
-    def _is_good(self, wanted: set[str]) -> bool:
+    def _current(self, wanted: set[str]) -> Tls | None:
+        """Return the server's certificate if clients of the authority accept it, with these names. Raises OSError."""
         try:
             tls = read_tls(self.server, self.key)
-            self._verify(self.server)
-        except (EdgeLMError, ssl.SSLError):
-            return False
-        return wanted <= tls.names and tls.ends_at - time.time() > LEFT_S
+            _check(self.server, self.key, self.authority)
+        except (EdgeLMError, ssl.SSLError, FileNotFoundError):
+            return None
+        return tls if wanted <= tls.names else None
 
-    def _verify(self, certificate: Path) -> None:
-        """Raise _OpensslError where the authority does not stand for a certificate."""
-        _openssl(self.folder, "verify", "-CAfile", self.authority.name, str(certificate.absolute()))
+    def _make(self, host: str, wanted: set[str]) -> bool:
+        """Make the server's certificate, and an authority only if there is none that may ever sign it.
 
-    def _make_authority(self, host: str, wanted: set[str]) -> None:
-        names = sorted({name for name in wanted if not _is_address(name)})
-        permitted = [f"permitted;DNS:{name}" for name in names] + [f"permitted;IP:{network}" for network in PRIVATE]
-        extensions = {
-            "basicConstraints": "critical,CA:TRUE,pathlen:0",
-            "keyUsage": "critical,keyCertSign,cRLSign",
-            "subjectKeyIdentifier": "hash",
-            "nameConstraints": f"critical,{','.join(permitted)}",
-        }
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            _make_key(folder / "key")
-            request = ("req", "-new", "-x509", "-key", "key", "-sha256", "-days", str(AUTHORITY_DAYS), "-out", "made")
-            _write_config(folder, f"edgelm on {host}", extensions)
-            _openssl(folder, *request, "-config", "config", "-extensions", "extensions")
-            self._keep(folder / "key", self.folder / "edgelm-ca.key")
-            self._keep(folder / "made", self.authority)
+        Return whether it did. No file is replaced before the new ones are tested. Raises EdgeLMError and OSError.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=self.folder, prefix=".") as name:
+            made = Path(name)
+            new = OwnCertificates(made)
+            is_new = not (self._has_authority() and self._can_sign(made, wanted))
+            if is_new:
+                _make_authority(made, host, wanted)
+                _sign(made, wanted, by=new)
+                _keep(new.authority_key, self.authority_key)
+                _keep(new.authority, self.authority)
+            _keep(new.key, self.key)
+            _keep(new.server, self.server)
+        return is_new
 
-    def _sign(self, wanted: set[str]) -> bool:
-        """Make the server's certificate; return whether the authority is one that can sign it."""
-        named = sorted(f"{'IP' if _is_address(name) else 'DNS'}:{name}" for name in wanted)
-        extensions = {
-            "basicConstraints": "critical,CA:FALSE",
-            "keyUsage": "critical,digitalSignature",
-            "extendedKeyUsage": "serverAuth",
-            "subjectKeyIdentifier": "hash",
-            "authorityKeyIdentifier": "keyid",
-            "subjectAltName": ",".join(named),
-        }
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            _make_key(folder / "key")
-            _write_config(folder, "edgelm", extensions)
-            _openssl(folder, "req", "-new", "-key", "key", "-sha256", "-config", "config", "-out", "request")
-            by = ("-CA", str(self.authority.absolute()), "-CAkey", str((self.folder / "edgelm-ca.key").absolute()))
-            number = ("-set_serial", str(secrets.randbits(120)), "-days", str(SERVER_DAYS), "-sha256")
-            signed = ("x509", "-req", "-in", "request", *by, *number, "-extfile", "config", "-extensions", "extensions")
-            try:
-                _openssl(folder, *signed, "-out", "made")
-                self._verify(folder / "made")
-            except _OpensslError:  # it has expired, or has another name, or is damaged
-                return False
-            self._keep(folder / "key", self.key)
-            self._keep(folder / "made", self.server)
-        return True
-
-    def _keep(self, made: Path, file: Path) -> None:
+    def _has_authority(self) -> bool:
+        """Return whether there is an authority that has not expired. Raises OSError where it cannot be read."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         try:
-            atomic_write(file, made.read_bytes())
-        except OSError as error:
-            raise EdgeLMError(
-                f"{file} cannot be written: {error.strerror}", "make room, or set EDGELM_CONFIG_DIR"
-            ) from None
+            context.load_verify_locations(cadata=self.authority.read_text("ascii", errors="ignore"))
+        except (FileNotFoundError, ssl.SSLError, ValueError):  # there is none, or it is no certificate
+            return False
+        ends_at = [ssl.cert_time_to_seconds(str(shown["notAfter"])) for shown in context.get_ca_certs()]
+        return bool(ends_at) and min(ends_at) > time.time()
+
+    def _can_sign(self, made: Path, wanted: set[str]) -> bool:
+        """Sign in the folder `made`; return whether the authority may. Raises EdgeLMError where that may pass."""
+        hint = f"correct that, or remove {self.authority}: then clients have to trust a new one"
+        try:
+            _sign(made, wanted, by=self)
+        except ssl.SSLCertVerificationError as error:
+            if error.verify_code == NOT_PERMITTED:
+                return False
+            raise EdgeLMError(f"clients would refuse {self.authority}: {error.verify_message}", hint) from None
+        except _OpensslError as error:
+            raise EdgeLMError(f"{self.authority} cannot sign: {error.message}", hint) from None
+        return True
 
 
 class _OpensslError(EdgeLMError):
     """openssl refuses."""
+
+
+def _check(certificate: Path, key: Path, authority: Path) -> None:
+    """Raise SSLError where a client that trusts the authority refuses the certificate; OSError for no file."""
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False  # the caller compares the names
+    client.load_verify_locations(authority)
+    shown_to_client(read_tls(certificate, key).context, client)
+
+
+def _make_authority(folder: Path, host: str, wanted: set[str]) -> None:
+    names = sorted(name for name in wanted if _address(name) is None)
+    permitted = [f"permitted;DNS:{name}" for name in names]
+    permitted += [f"permitted;IP:{network.network_address}/{network.netmask}" for network in PRIVATE]
+    extensions = {
+        "basicConstraints": "critical,CA:TRUE,pathlen:0",
+        "keyUsage": "critical,keyCertSign,cRLSign",
+        "extendedKeyUsage": "serverAuth",  # not mail, programs or clients
+        "subjectKeyIdentifier": "hash",
+        "nameConstraints": f"critical,{','.join([*permitted, 'permitted;email:invalid'])}",  # RFC 2606: nobody's
+    }
+    new = OwnCertificates(folder)
+    _make_key(new.authority_key)
+    _write_config(folder, f"edgelm on {host}", extensions)
+    made = ("-days", str(AUTHORITY_DAYS), "-out", new.authority.name, "-config", "config", "-extensions", "extensions")
+    _openssl(folder, "req", "-new", "-x509", "-key", new.authority_key.name, "-sha256", *made)
+
+
+def _sign(folder: Path, wanted: set[str], by: OwnCertificates) -> None:
+    """Make the server's certificate in a folder. Raises _OpensslError, and SSLError where clients would refuse it."""
+    named = sorted(f"{'DNS' if _address(name) is None else 'IP'}:{name}" for name in wanted)
+    extensions = {
+        "basicConstraints": "critical,CA:FALSE",
+        "keyUsage": "critical,digitalSignature",
+        "extendedKeyUsage": "serverAuth",
+        "subjectKeyIdentifier": "hash",
+        "authorityKeyIdentifier": "keyid",
+        "subjectAltName": ",".join(named),
+    }
+    new = OwnCertificates(folder)
+    _make_key(new.key)
+    _write_config(folder, "edgelm", extensions)
+    _openssl(folder, "req", "-new", "-key", new.key.name, "-sha256", "-config", "config", "-out", "request")
+    signer = ("-CA", str(by.authority.absolute()), "-CAkey", str(by.authority_key.absolute()))
+    number = ("-set_serial", str(secrets.randbits(120)), "-days", str(SERVER_DAYS), "-sha256")
+    signed = ("-extfile", "config", "-extensions", "extensions", "-out", new.server.name)
+    _openssl(folder, "x509", "-req", "-in", "request", *signer, *number, *signed)
+    _check(new.server, new.key, by.authority)
+
+
+def _keep(made: Path, file: Path) -> None:
+    """Move a file within the file system, which needs no room."""
+    made.chmod(0o600)
+    made.replace(file)
 
 
 def _make_key(file: Path) -> None:
@@ -174,14 +234,21 @@ def _openssl(folder: Path, *arguments: str) -> None:
         done = subprocess.run([program, *arguments], cwd=folder, capture_output=True, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
         raise EdgeLMError("openssl does not end", "give --tls-cert with a certificate of your own") from None
+    except OSError as error:
+        raise EdgeLMError(f"{program} cannot run: {error.strerror}", "install openssl, or give --tls-cert") from None
     if done.returncode:
         lines = done.stderr.decode(errors="replace").split("\n")
         raise _OpensslError(f"openssl fails: {lines[0][:200]}", "give --tls-cert with a certificate of your own")
 
 
-def _is_address(name: str) -> bool:
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the address; None for a DNS name."""
     try:
-        ipaddress.ip_address(name)
+        return ipaddress.ip_address(name)
     except ValueError:
-        return False
-    return True
+        return None
+
+
+def _is_public(name: str) -> bool:
+    address = _address(name)
+    return address is not None and not any(address in network for network in PRIVATE)

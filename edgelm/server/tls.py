@@ -46,7 +46,7 @@ def read_tls(certificate: Path, key: Path | None) -> Tls:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(certificate, key, password=refuse_password)
-        shown = _shown_to_clients(context, certificate)
+        shown = shown_to_client(context, trusting(certificate))
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             message = f"{key} is not the private key of {certificate}"
@@ -64,14 +64,14 @@ def read_tls(certificate: Path, key: Path | None) -> Tls:
     return Tls(context, certificate, frozenset(name for name in names if "*" not in name), warning, ends_at)
 
 
-def _shown_to_clients(context: ssl.SSLContext, certificate: Path) -> dict[str, Any]:
-    """Return the certificate as a client sees it, by a handshake in memory. Raises SSLError.
+def shown_to_client(server_context: ssl.SSLContext, client_context: ssl.SSLContext) -> dict[str, Any]:
+    """Return a server's certificate as a client sees it, by a handshake in memory. Raises SSLError if it refuses it.
 
     Python reads the fields of a certificate only there.
     """
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    server = context.wrap_bio(to_server, to_client, server_side=True)
-    client = trusting(certificate).wrap_bio(to_client, to_server)
+    server = server_context.wrap_bio(to_server, to_client, server_side=True)
+    client = client_context.wrap_bio(to_client, to_server)
     for side in (client, server, client):
         with contextlib.suppress(ssl.SSLWantReadError):
             side.do_handshake()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 import shutil
 import signal
 import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +22,7 @@ import openai
 import pytest
 
 from edgelm.base.errors import EdgeLMError
-from edgelm.commands.share import _addresses, _host_names
+from edgelm.commands.share import _addresses, _host_names, _make_key
 from edgelm.server import own_certificates
 from edgelm.server.own_certificates import OwnCertificates
 from edgelm.server.tls import read_tls
@@ -29,9 +33,11 @@ pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes c
 
 
 @contextmanager
-def sharing(environment: dict[str, str], *arguments: str) -> Iterator[str]:
+def sharing(
+    environment: dict[str, str], *arguments: str, host: tuple[str, ...] = ("--host", "127.0.0.1")
+) -> Iterator[str]:
     """Give what `edgelm share` prints up to its last line before a QR code, while it serves."""
-    command = [sys.executable, "-m", "edgelm", "share", "--host", "127.0.0.1", "--port", "0", *arguments]
+    command = [sys.executable, "-m", "edgelm", "share", *host, "--port", "0", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         try:
             lines = read_line(process).decode()
@@ -150,10 +156,167 @@ def test_a_damaged_file_is_made_again(tmp_path: Path, name: str) -> None:
     read_tls(own.server, own.key)
 
 
+def redate(certificate: Path, which: int, date: bytes) -> None:
+    """Replace the begin (0) or the end (1) of a certificate that clients trust: nobody checks its own signature."""
+    der = ssl.PEM_cert_to_DER_cert(certificate.read_text())
+    before = re.findall(rb"\x17\x0d(\d{12}Z)", der)[which]
+    certificate.write_text(ssl.DER_cert_to_PEM_cert(der.replace(before, date)))
+
+
+def test_an_authority_that_is_not_valid_yet_or_whose_key_is_lost_stays(tmp_path: Path) -> None:
+    own = OwnCertificates(tmp_path)
+    own.renew("box", ["10.0.0.1", "box"])
+    redate(own.authority, 0, b"350101000000Z")  # as with a clock that is behind
+    files = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(EdgeLMError, match=r"clients would refuse .*edgelm-ca\.crt: .*not yet valid"):
+        own.renew("box", ["10.0.0.1", "box"])
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == files
+    redate(own.authority, 0, b"200101000000Z")
+    own.authority_key.write_text("nothing")
+    with pytest.raises(EdgeLMError, match="cannot sign: openssl fails"):
+        own.renew("box", ["10.0.0.2", "box"])
+    assert own.server.read_bytes() == files[own.server]
+
+
+def test_an_authority_that_has_expired_is_made_again(tmp_path: Path) -> None:
+    own = OwnCertificates(tmp_path)
+    own.renew("box", ["10.0.0.1", "box"])
+    redate(own.authority, 1, b"200101000000Z")
+    assert own.renew("box", ["10.0.0.1", "box"])
+
+
+def test_nothing_is_replaced_where_a_new_authority_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = OwnCertificates(tmp_path)
+    own.renew("box", ["10.0.0.1", "box"])
+    files = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(EdgeLMError, match="beyond private networks"):
+        own.renew("box", ["8.8.8.8", "box"])
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == files
+    openssl, calls = own_certificates._openssl, []
+
+    def full(folder: Path, *arguments: str) -> None:
+        if arguments[0] == "x509" and any("-x509" in call for call in calls):
+            raise own_certificates._OpensslError("No space left on device")
+        calls.append(arguments)
+        openssl(folder, *arguments)
+
+    monkeypatch.setattr(own_certificates, "_openssl", full)
+    with pytest.raises(EdgeLMError, match="No space left"):
+        own.renew("shed", ["10.0.0.1", "shed"])
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == files
+
+
+def test_a_thief_of_the_authority_s_key_can_sign_for_servers_only(tmp_path: Path) -> None:
+    own = OwnCertificates(tmp_path)
+    own.renew("box", ["10.0.0.1", "box"])
+    show = ["openssl", "x509", "-in", str(own.authority), "-noout", "-text"]
+    text = subprocess.run(show, capture_output=True, text=True, check=True).stdout
+    assert "TLS Web Server Authentication" in text
+    assert "email:invalid" in text
+    for mail, is_good in (("a@invalid", True), ("a@mail.example", False)):
+        (tmp_path / "config").write_text(f"subjectAltName = email:{mail}\n")
+        made = ["openssl", "req", "-new", "-key", str(own.key), "-subj", "/CN=a", "-out", str(tmp_path / "request")]
+        subprocess.run(made, capture_output=True, check=True)
+        by = ["-CA", str(own.authority), "-CAkey", str(own.authority_key), "-set_serial", "1", "-days", "9"]
+        sign = ["openssl", "x509", "-req", "-in", str(tmp_path / "request"), *by, "-out", str(tmp_path / "mail")]
+        subprocess.run([*sign, "-extfile", str(tmp_path / "config")], capture_output=True, check=True)
+        verify = ["openssl", "verify", "-CAfile", str(own.authority)]
+        for purpose, is_permitted in (((), is_good), (("-purpose", "smimesign"), False)):
+            done = subprocess.run([*verify, *purpose, str(tmp_path / "mail")], capture_output=True, check=False)
+            assert (done.returncode == 0) == is_permitted
+
+
+def test_a_good_certificate_serves_without_openssl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = OwnCertificates(tmp_path)
+    own.renew("box", ["10.0.0.1", "box"])
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert not own.renew("box", ["10.0.0.1", "box"])
+
+
+@pytest.mark.parametrize("fault", ["openssl", "folder"])
+def test_a_certificate_with_days_left_serves_where_it_cannot_be_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    own = OwnCertificates(tmp_path)
+    own.renew("box", ["10.0.0.1", "box"])
+    monkeypatch.setattr(own_certificates, "LEFT_S", 400 * 86_400)
+    if fault == "openssl":
+        monkeypatch.setattr(shutil, "which", lambda _: None)
+    else:
+        monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
+    assert not own.renew("box", ["10.0.0.1", "box"])
+    assert "cannot be made again" in caplog.text
+    assert "ends in 397 days" in caplog.text
+    with pytest.raises(EdgeLMError):
+        own.renew("box", ["10.0.0.2", "box"])
+
+
+def refuse(*_: object, **__: object) -> bool:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def test_files_of_another_user_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = OwnCertificates(tmp_path)
+    own.renew("box", ["10.0.0.1", "box"])
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", refuse)
+        patch.setattr(Path, "read_text", refuse)
+        with pytest.raises(EdgeLMError, match=f"{tmp_path} cannot be used: Permission denied"):
+            own.renew("box", ["10.0.0.2", "box"])
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "run", refuse)
+        with pytest.raises(EdgeLMError, match="openssl cannot run: Permission denied"):
+            own.renew("shed", ["10.0.0.2", "shed"])
+
+
 def test_a_name_that_is_no_dns_name_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    for host, names in (("Ann's box", []), ("Box.lan", ["box.local", "box.lan", "box"]), ("my_box", [])):
+    for host, names in (("Ann's box", []), ("Box.lan", ["box.local", "box"]), ("my_box", [])):
         monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
         assert _host_names() == names
+
+
+def test_the_authority_stays_when_the_network_has_another_domain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = OwnCertificates(tmp_path)
+    for host, is_new in (("mac.fritz.box", True), ("mac.corp.example", False)):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        assert own.renew(host, ["10.0.0.1", *_host_names()]) == is_new
+
+
+def test_a_key_of_the_settings_is_refused(config: dict[str, str]) -> None:
+    done = edgelm(config | {"EDGELM_API_KEY": "x"}, "share", "--host", "127.0.0.1", "--port", "0")
+    assert done.returncode == 2
+    assert "EDGELM_API_KEY has api_key" in done.stderr
+    assert "--api-key-file" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_no_administrator_s_key_is_shown(config: dict[str, str], tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("root a-key-of-root admin\n")
+    keys.chmod(0o600)
+    flags = ("--with-key", "--no-qr", "--api-key-file", str(keys))
+    done = edgelm(config, "share", "--host", "127.0.0.1", "--port", "0", *flags)
+    assert done.returncode == 2
+    assert "only keys marked `admin`" in done.stderr
+    keys.write_text("root a-key-of-root admin\nme a-key-of-mine\n")
+    with sharing(config, *flags) as lines:
+        assert said(lines, "key") == "a-key-of-mine"
+        assert "not exposed" not in lines
+        assert "marked `admin` may also" in lines
+
+
+def test_a_host_of_the_settings_stays(config: dict[str, str]) -> None:
+    with sharing(config | {"EDGELM_HOST": "127.0.0.1"}, "--no-qr", host=()) as lines:
+        assert said(lines, "address").startswith("https://127.0.0.1:")
+        assert "Nobody else is let in: EDGELM_HOST has the host 127.0.0.1" in lines
+
+
+def test_a_key_file_of_another_user_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(EdgeLMError, match=r"keys\.txt cannot be used: Permission denied"):
+        _make_key(tmp_path / "keys.txt")
 
 
 def test_no_certificate_names_an_address_beyond_private_networks(tmp_path: Path) -> None:
