@@ -1,7 +1,8 @@
 """The gated delta net: linear attention whose memory of a sequence is one matrix for each head.
 
-Owns the op's signature, its states, and the choice of its implementation. Knows nothing of models or of who fills the
-states. With S = 0 before the first token, and c the short causal convolution of the projections, with SiLU:
+Owns the op's signature and the choice of its implementation; `states.py` owns the memory of states. Knows nothing of
+models or of who fills the states. With S = 0 before the first token, and c the short causal convolution of the
+projections, with SiLU:
 
     q, k = c(q) / |c(q)| / sqrt(key_dim), c(k) / |c(k)|        v = c(v)
     S    = exp(decay * softplus(alpha + bias)) * S
