@@ -1,7 +1,8 @@
 """The gated delta net: linear attention whose memory of a sequence is one matrix for each head.
 
-Owns the op's signature, its states, and the choice of its implementation. Knows nothing of models or of who fills the
-states. With S = 0 before the first token, and c the short causal convolution of the projections, with SiLU:
+Owns the op's signature and the choice of its implementation; `states.py` owns the memory of states. Knows nothing of
+models or of who fills the states. With S = 0 before the first token, and c the short causal convolution of the
+projections, with SiLU:
 
     q, k = c(q) / |c(q)| / sqrt(key_dim), c(k) / |c(k)|        v = c(v)
     S    = exp(decay * softplus(alpha + bias)) * S
@@ -16,59 +17,14 @@ same numbers. That is one state a sequence instead of one for each drafted token
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor
 
 from edgelm.kernels.choice import dispatch
 from edgelm.kernels.delta import reference
+from edgelm.kernels.delta.states import RING, StateCache, allocate, state_bytes
 from edgelm.kernels.delta_sizes import DELTA_DIMS, DeltaSizes
 
 __all__ = ["RING", "StateCache", "allocate", "gated_delta", "state_bytes"]
-
-# Inputs of a sequence that are kept: those of the convolution's window, of accepted tokens that S lacks (at most 30,
-# see StateSlots), and of the tokens of a step that verifies (16).
-RING = 64
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StateCache:
-    """The states of one layer. The inputs of position p are in row p % RING: channels, then beta and alpha."""
-
-    sizes: DeltaSizes
-    states: Tensor  # float32 [slots, num_value_heads, key_dim, value_dim]
-    inputs: Tensor  # [slots, RING, channels + 2 * num_value_heads], in the type of the activations
-
-    @property
-    def planes(self) -> dict[str, Tensor]:
-        """Every tensor, by name; the first dimension is the slot."""
-        return {"states": self.states, "inputs": self.inputs}
-
-    @property
-    def device(self) -> torch.device:
-        return self.states.device
-
-    def copy(self, source: int, target: int) -> None:
-        """Copy the state of a slot to another."""
-        for plane in self.planes.values():
-            plane[target].copy_(plane[source])
-
-
-def allocate(sizes: DeltaSizes, num_slots: int, device: torch.device | str, dtype: torch.dtype) -> StateCache:
-    """Return cleared states; `dtype` is that of the activations."""
-    heads = sizes.num_value_heads
-    return StateCache(
-        sizes,
-        torch.zeros(num_slots, heads, sizes.key_dim, sizes.value_dim, device=device),
-        torch.zeros(num_slots, RING, sizes.channels + 2 * heads, device=device, dtype=dtype),
-    )
-
-
-def state_bytes(sizes: DeltaSizes, dtype: torch.dtype) -> int:
-    """Return the bytes of one slot of a layer."""
-    heads = sizes.num_value_heads
-    return 4 * sizes.value_width * sizes.key_dim + RING * (sizes.channels + 2 * heads) * dtype.itemsize
 
 
 def gated_delta(

@@ -12,8 +12,6 @@ tokens to compute again, and choose their configurations by measuring at the fir
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
@@ -22,11 +20,9 @@ from torch import Tensor
 from edgelm.kernels.activation.kernel import sigmoid
 from edgelm.kernels.attention.reference import VERIFY_LEN
 from edgelm.kernels.delta.reference import EPSILON
+from edgelm.kernels.delta.states import StateCache
 from edgelm.kernels.delta_sizes import DeltaSizes
 from edgelm.kernels.pdl import begin_dependent, uses_pdl
-
-if TYPE_CHECKING:
-    from edgelm.kernels.delta import StateCache
 
 VALUES = 32  # columns of S of a program
 CHUNK = 16  # tokens

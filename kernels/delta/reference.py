@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from edgelm.kernels.attention.reference import VERIFY_LEN
-
-if TYPE_CHECKING:
-    from edgelm.kernels.delta import StateCache
+from edgelm.kernels.delta.states import StateCache
 
 EPSILON = 1e-6  # of the length of keys and queries
 

@@ -1,7 +1,7 @@
 """Writes a GGUF model of random weights, to check and time the engines without a real model.
 
-Owns the file's contents: a Llama or Gemma 2 of any shape, each matrix in the next quantization type, and a vocabulary
-of 320 tokens. Knows nothing of the engines.
+Owns the file's contents: a Llama, Gemma 2 or Qwen 3.5 of any shape, each matrix in the next quantization type, and a
+vocabulary of 320 tokens. Knows nothing of the engines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 
 NUM_TOKENS = 320
 HEAD_LEN = 64
+DELTA_LEN, WINDOW = 128, 4  # of the heads and of the convolutions of gated delta nets
 MIB = 2**20
+Family = Literal["llama", "gemma2", "qwen35"]
 
 # Byte offsets of a block's fp16 scales, each with its factor; the second scale roughly centres the weights.
 SCALES: dict[Quant, tuple[tuple[int, float], ...]] = {
@@ -47,28 +49,18 @@ def write_random_gguf(
     kv_heads: int,
     quants: Sequence[Quant],
     experts: int = 0,
-    family: Literal["llama", "gemma2"] = "llama",
+    family: Family = "llama",
 ) -> None:
     """Write a model whose matrices use the `quants` in turn; `width` and `ffn` are multiples of 256.
 
     With `experts` each layer has so many, two of which compute a token, and only their matrices use the `quants`, the
-    others Q8_0.
+    others Q8_0. With `family` "qwen35", every second layer attends, and the others are gated delta nets.
     """
     assert width % 256 == 0 == ffn % 256
     rng = np.random.default_rng(0)
     kinds = cycle(quants)
     writer = GGUFWriter(path, family)
-    writer.add_block_count(layers)
-    writer.add_context_length(4096)
-    writer.add_embedding_length(width)
-    writer.add_feed_forward_length(ffn)
-    writer.add_head_count(width // HEAD_LEN)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(HEAD_LEN)
-    if experts:
-        writer.add_expert_count(experts)
-        writer.add_expert_used_count(2)
+    _add_sizes(writer, layers=layers, width=width, ffn=ffn, kv_heads=kv_heads, experts=experts)
     add_vocabulary(writer, NUM_TOKENS)
 
     def matrix(name: str, rows: int, columns: int) -> None:
@@ -80,17 +72,39 @@ def write_random_gguf(
         data = random_matrix(rng, kind, experts * rows, columns)
         writer.add_tensor(name, data.reshape(experts, rows, -1), raw_dtype=kind)
 
-    def norm(name: str) -> None:
-        writer.add_tensor(name, np.ones(width, np.float32))
+    def norm(name: str, length: int = width) -> None:
+        writer.add_tensor(name, np.ones(length, np.float32))
+
+    def attention(block: str) -> None:
+        gated = 1 + (family == "qwen35")
+        matrix(f"{block}.attn_q.weight", gated * width, width)
+        matrix(f"{block}.attn_k.weight", kv_heads * HEAD_LEN, width)
+        matrix(f"{block}.attn_v.weight", kv_heads * HEAD_LEN, width)
+        matrix(f"{block}.attn_output.weight", width, width)
+        if family == "qwen35":
+            norm(f"{block}.attn_q_norm.weight", HEAD_LEN)
+            norm(f"{block}.attn_k_norm.weight", HEAD_LEN)
+
+    def delta_net(block: str) -> None:
+        heads, channels = width // DELTA_LEN, 2 * width
+        matrix(f"{block}.attn_qkv.weight", channels, width)
+        matrix(f"{block}.attn_gate.weight", width, width)
+        numbers = {"conv1d.weight": (channels, WINDOW), "beta.weight": (heads, width), "alpha.weight": (heads, width)}
+        for name, shape in numbers.items():
+            writer.add_tensor(f"{block}.ssm_{name}", rng.normal(0, shape[1] ** -0.5, shape).astype(np.float32))
+        writer.add_tensor(f"{block}.ssm_a", np.full(heads, -0.5, np.float32))
+        writer.add_tensor(f"{block}.ssm_dt.bias", np.zeros(heads, np.float32))
+        norm(f"{block}.ssm_norm.weight", DELTA_LEN)
+        matrix(f"{block}.ssm_out.weight", width, width)
 
     matrix("token_embd.weight", NUM_TOKENS, width)
     for layer in range(layers):
         norm(f"blk.{layer}.attn_norm.weight")
-        matrix(f"blk.{layer}.attn_q.weight", width, width)
-        matrix(f"blk.{layer}.attn_k.weight", kv_heads * HEAD_LEN, width)
-        matrix(f"blk.{layer}.attn_v.weight", kv_heads * HEAD_LEN, width)
-        matrix(f"blk.{layer}.attn_output.weight", width, width)
-        norm(f"blk.{layer}.ffn_norm.weight")
+        if family == "qwen35" and layer % 2 == 0:
+            delta_net(f"blk.{layer}")
+        else:
+            attention(f"blk.{layer}")
+        norm(f"blk.{layer}.{'post_attention_norm' if family == 'qwen35' else 'ffn_norm'}.weight")
         if family == "gemma2":
             norm(f"blk.{layer}.post_attention_norm.weight")
             norm(f"blk.{layer}.post_ffw_norm.weight")
@@ -110,6 +124,30 @@ def write_random_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_sizes(writer: GGUFWriter, *, layers: int, width: int, ffn: int, kv_heads: int, experts: int) -> None:
+    writer.add_block_count(layers)
+    writer.add_context_length(4096)
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(ffn)
+    writer.add_head_count(width // HEAD_LEN)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(HEAD_LEN)
+    if writer.arch == "qwen35":
+        writer.add_key_length(HEAD_LEN)
+        writer.add_value_length(HEAD_LEN)
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+        writer.add_uint32(f"{writer.arch}.full_attention_interval", 2)
+        writer.add_ssm_conv_kernel(WINDOW)
+        writer.add_ssm_inner_size(width)
+        writer.add_ssm_state_size(DELTA_LEN)
+        writer.add_ssm_time_step_rank(width // DELTA_LEN)
+        writer.add_ssm_group_count(width // DELTA_LEN // 2)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(2)
 
 
 def random_matrix(rng: np.random.Generator, kind: Quant, rows: int, columns: int) -> NDArray[np.uint8]:

@@ -13,7 +13,7 @@ import torch
 from gguf import GGMLQuantizationType as Quant
 
 from edgelm.backends.gpu_check import NO_NUMBER, Begun, Checked, CheckGpu, Counted, OpVerdict
-from edgelm.backends.llama.random_gguf import ALL_QUANTS, write_random_gguf
+from edgelm.backends.llama.random_gguf import ALL_QUANTS, Family, write_random_gguf
 from edgelm.backends.model import open_model
 from edgelm.backends.torch.build import DTYPES
 from edgelm.backends.torch.executor import device_name
@@ -88,7 +88,7 @@ class _Shape(NamedTuple):
     layers: int
     quants: Sequence[Quant]
     experts: int = 0
-    family: Literal["llama", "gemma2"] = "llama"
+    family: Family = "llama"
 
 
 KNOWN = [quant for quant in ALL_QUANTS if quant.name in BLOCK_TYPES or quant.name in PLAIN_TYPES]
@@ -96,6 +96,7 @@ SHAPES = {
     "all": _Shape(2, KNOWN),
     "one": _Shape(1, [Quant.Q4_K]),
     "norms after blocks": _Shape(1, [Quant.Q4_K], family="gemma2"),
+    "gated delta nets": _Shape(2, [Quant.Q4_K], family="qwen35"),
     "experts": _Shape(MAX_LAYERS, KNOWN, experts=8),
     "experts of one": _Shape(1, [Quant.MXFP4], experts=8),
 }
@@ -104,7 +105,7 @@ SHAPES = {
 def _models_of_all_formats(folder: Path, width: int) -> Iterator[Path]:
     """Write models of all formats, and of a single one, whose matrices are fused; without experts, and with them.
 
-    Gemma 2 has norms after each block, and soft caps.
+    Gemma 2 has norms after each block, and soft caps. Qwen 3.5 has gates of heads, and states.
     """
     for name, shape in SHAPES.items():
         path, ffn = folder / f"{name}.gguf", max(width // 4, 256) if shape.experts else 2 * width

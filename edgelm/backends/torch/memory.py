@@ -140,19 +140,15 @@ class TorchMemory:
         if not self._model.state_bytes:
             return 0
         size = 2 if self._device == "cuda" else 4  # of an activation
-        widths = {
-            "ssm_conv1d.weight": 1,
-            "conv1d.weight": 1,
-            "ssm_a": 2,
-            "A_log": 2,
-        }  # of convolutions, of beta and alpha
-        numbers = sum(
-            tensor.shape[-1] * parts
-            for tensor in self._model.tensors
-            for end, parts in widths.items()
-            if tensor.name.endswith(f".{end}")
-        )
-        return self._model.state_bytes + RING * numbers * size
+        channels = heads = window = 0
+        for tensor in self._model.tensors:
+            if tensor.name.endswith((".ssm_conv1d.weight", ".conv1d.weight")):
+                channels += tensor.shape[-1]
+                window += (tensor.shape[0] - 1) * tensor.shape[-1]
+            elif tensor.name.endswith((".ssm_a", ".A_log")):
+                heads += tensor.shape[-1]
+        # llama.cpp keeps the convolution's window as float32 in place of the ring
+        return self._model.state_bytes - 4 * window + RING * (channels + 2 * heads) * size
 
     def workspace_bytes(self, kv: str, context: int) -> int:
         vocab_size = max(self._model.summary.vocab_size, 1)

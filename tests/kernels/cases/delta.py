@@ -14,6 +14,7 @@ from tests.kernels.compile_case import CompileCase
 SMALL = DeltaSizes(2, 4, 16, 32, 4, alternating=False)
 TILED = DeltaSizes(2, 4, 32, 64, 4, alternating=True)
 SINGLE = DeltaSizes(1, 1, 16, 16, 2, alternating=False)
+WIDE = DeltaSizes(1, 2, 128, 32, 3, alternating=False)  # several warps have parts of a key
 QWEN = DeltaSizes(16, 32, 128, 128, 4, alternating=True)  # Qwen3.5-9B
 SMALLEST = DeltaSizes(16, 16, 128, 128, 4, alternating=False)  # Qwen3.5-0.8B
 
@@ -44,6 +45,7 @@ CASES = (
     Case("prompts", SMALL, (Run(2, 0, 17, 0, 17), Run(1, 7, 8, 7, 1))),
     Case("a later part", TILED, (Run(0, 5, 42, 5, 37),), torch.bfloat16),
     Case("short window", SINGLE, (Run(1, 62, 65, 62, 3), Run(0, 3, 20, 3, 17))),
+    Case("wide heads", WIDE, (Run(1, 62, 64, 63, 3), Run(0, 5, 24, 5, 19)), torch.bfloat16),
 )
 
 

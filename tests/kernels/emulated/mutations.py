@@ -112,6 +112,7 @@ class Subject(NamedTuple):
 
 
 SAMPLED, ONE = "sampling logits rows=5", "sampling logits rows=36 one number"
+DELTA = "delta bfloat16 rows=19 wide heads"
 SUBJECTS = (
     Subject("dequant_gemm q4_k rows=130", 90, "dequant_gemm_kernel", (*ASYNC, *WGMMA, *SHARED, SCALE, UNMASKED_STORE)),
     Subject(
@@ -140,6 +141,10 @@ SUBJECTS = (
     Subject("activation float32 rows=2 softcap 30", 89, "softcap_kernel", GLOBAL),
     Subject("norm bfloat16 rows=2 width=8193", 90, "rms_norm_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
     Subject("embedding bfloat16 rows=9", 86, "dense_kernel", (*GLOBAL, UNMASKED_STORE)),
+    Subject("head_gate bfloat16 rows=3 norm", 80, "gate_heads_kernel", (SHUFFLE, *GLOBAL)),
+    Subject(DELTA, 86, "step_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
+    Subject(DELTA, 90, "prompt_kernel", (*WGMMA, *SHARED, SHUFFLE, *GLOBAL)),
+    Subject(DELTA, 120, "keep_kernel", GLOBAL),
     Subject("trial float16", 80, "trial_kernel", (*ASYNC, *SHARED, LOAD, STORE)),
     Subject("trial int32", 90, "link_kernel", (LOAD, STORE, BARRIER)),
     Subject("bandwidth int32", 90, "read_kernel", (*SHARED, SHUFFLE, *GLOBAL)),
@@ -170,6 +175,7 @@ LOW_BITS = "the lower half of a float64 that is the sum of two squares of float1
 LOW_WORD = "it is of the lower word of a composite, the token's id; only the value in the upper word is used"
 WHOLE_ROW = "the row's list stays empty, so that draw_kernel reads the whole row, which has the same result"
 BEYOND_COLUMNS = "no thread executes that load: its columns of x are behind the last one"
+BEHIND_INPUT = "no thread executes that access: it is of numbers behind the last one of an input"
 LOWER_BOUND = "a bisection begins at rubbish below the least composite, and finds the same threshold"
 # by the title of a mutation: why it changes no result
 EQUIVALENT = {
@@ -210,6 +216,12 @@ EQUIVALENT = {
     "sm_80 decode_kernel scale of the next row 67 (matmul q4_k rows=3 float16)": BEYOND_COLUMNS,
     "sm_80 decode_kernel load off by 16 bytes 82 (matmul q4_k rows=3 float16)": BEYOND_COLUMNS,
     "sm_86 decode_kernel load off by 16 bytes 77 (matmul q6_k rows=3 float16)": BEYOND_COLUMNS,
+    f"sm_86 step_kernel mask of a store inverted 0 ({DELTA})": SAME_VALUES,
+    f"sm_86 step_kernel mask of a store inverted 3 ({DELTA})": SAME_VALUES,
+    f"sm_90 prompt_kernel stride 4 too large 28 ({DELTA})": "it is of a kept input, and the step itself has that one",
+    f"sm_120 keep_kernel load off by 16 bytes 9 ({DELTA})": BEHIND_INPUT,
+    f"sm_120 keep_kernel store off by 16 bytes 1 ({DELTA})": BEHIND_INPUT,
+    f"sm_120 keep_kernel stride 4 too large 2 ({DELTA})": BEHIND_INPUT,
     "sm_90 read_kernel mask of a store inverted 0 (bandwidth int32)": SAME_VALUES,
     "sm_90 read_kernel shuffle of another lane 5 (bandwidth int32)": (
         "it is of the upper half of a sum of int32, which wraps: only the lower half counts"

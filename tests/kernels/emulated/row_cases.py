@@ -1,4 +1,4 @@
-"""The emulated cases of the ops on rows: norm, activation, route, sampling, and the bandwidth probe."""
+"""The emulated cases of the ops on rows, from norm to gated_delta, and of the bandwidth probe."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from edgelm.engine.core import SamplingParams
 from edgelm.engine.sampling.history import History
 from edgelm.kernels import trial
 from edgelm.kernels.activation import gated, softcap
+from edgelm.kernels.attention.reference import VERIFY_LEN
+from edgelm.kernels.head_gate import gate_heads
 from edgelm.kernels.norm import add_rms_norm, rms_norm
 from edgelm.kernels.route import route
-from tests.kernels import bandwidth, test_activation, test_norm, test_route, test_sampling
+from tests.kernels import bandwidth, test_activation, test_delta, test_norm, test_route, test_sampling
 from tests.kernels.cases import activation as activation_cases
 from tests.kernels.cases import bandwidth as bandwidth_cases
+from tests.kernels.cases import delta as delta_cases
 from tests.kernels.cases import norm as norm_cases
 from tests.kernels.cases import route as route_cases
 from tests.kernels.emulated.case import EmulatedCase
@@ -32,6 +35,7 @@ SEVERAL = (4, 5, 7, 8, 9)  # kinds of rows that are sampled beside each other: t
 NAN_AT = (
     504  # of the last of them: a thread has it that is in the second half of its warp, and that in the second of two
 )
+DELTA_F32, DELTA_TF32 = 3e-6, 2.0**-9  # relative to the largest value
 
 
 def cases() -> Iterator[EmulatedCase]:
@@ -54,6 +58,12 @@ def cases() -> Iterator[EmulatedCase]:
         if case.tokens:
             main = (89,) if case.experts == 60 else ()
             yield EmulatedCase("route", str(case.dtype)[6:], case.tokens, case.name, partial(_route, case), main=main)
+    for norm in (False, True):
+        run = partial(_gate_heads, norm)
+        yield EmulatedCase("head_gate", "bfloat16", 3, "norm" if norm else "plain", run, main=(90,) if norm else ())
+    for delta in delta_cases.CASES:
+        rows, main = max(run.rows for run in delta.runs), (90,) if delta.name == "wide heads" else ()
+        yield EmulatedCase("delta", str(delta.dtype)[6:], rows, delta.name, partial(_delta, delta), main=main)
     for kind in range(10):
         run = partial(_sample, kind)
         yield EmulatedCase("sampling", "logits", 1, f"kind {kind}", run)
@@ -124,6 +134,41 @@ def _route(case: route_cases.Case, seed: int) -> Outcome:
     want = torch.from_numpy(weights)
     same = equal(chosen, torch.tensor(ids, dtype=torch.int32))
     return worst([within(got, want, route_cases.TOLERANCE * want.abs()), same])
+
+
+def _gate_heads(norm: bool, seed: int) -> Outcome:
+    """Gate heads that are slices of wider rows."""
+    g = generator(seed)
+    x = torch.randn(3, 4, 80, generator=g)
+    gate = (3 * torch.randn(3, 6, 160, generator=g)).bfloat16()[:, 1:5, 80:]
+    weight = torch.randn(80, generator=g) if norm else None
+    want = x.double() * torch.sigmoid(gate.double())
+    if weight is not None:
+        want = want * gate * weight / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    got = gate_heads(x, gate, weight, 1e-6, out_dtype=torch.float32, implementation="triton")
+    return within(got, want, 2e-6 * want.abs())
+
+
+def _delta(case: delta_cases.Case, seed: int) -> Outcome:
+    """Compare results and states with plain torch; products of prompts are of TF32. Kept inputs equal each bit."""
+    given = delta_cases.inputs(case, generator(seed))
+    other = test_delta.copied(given)
+    want, got = test_delta.run(given, "reference"), test_delta.run(other, "triton")
+    prompts = torch.repeat_interleave(
+        torch.tensor([run.rows > VERIFY_LEN for run in case.runs]), given.query_start_loc.diff()
+    )
+    bounds = torch.where(prompts, DELTA_TF32, DELTA_F32)[:, None, None] * (want.abs() + want.abs().amax())
+    of_slot = torch.full((len(given.cache.states),), DELTA_F32)
+    for run in case.runs:
+        of_slot[run.slot] = DELTA_TF32 if run.rows > VERIFY_LEN else DELTA_F32
+    states = given.cache.states
+    return worst(
+        [
+            within(got, want, bounds),
+            within(other.cache.states, states, of_slot[:, None, None, None] * (states.abs() + states.abs().amax())),
+            equal(other.cache.inputs, given.cache.inputs),
+        ]
+    )
 
 
 def _sample(kind: int, seed: int) -> Outcome:

@@ -120,6 +120,36 @@ def test_wgmma():
     run(text.replace("wgmma.wait_group", "bar.sync 0; wgmma.wait_group"), tensors, warps=4, races=True)
 
 
+def test_wgmma_of_tf32():
+    """A word holds one number: its last 13 bits do not count."""
+    generator = torch.Generator().manual_seed(3)
+    a, b = torch.randn(64, 8, generator=generator), torch.randn(8, 8, generator=generator)
+    registers = torch.empty(128, 4)
+    for thread in range(128):
+        for i in range(4):
+            row, column = thread // 32 * 16 + thread % 32 // 4 + 8 * (i & 1), thread % 4 + 4 * (i >= 2)
+            registers[thread, i] = a[row, column]
+    shared = b.T.reshape(8, 2, 4).transpose(0, 1).contiguous()  # cores of 8 rows of 16 bytes, as above
+    out = torch.full((128, 4), float("nan"))
+    text = PRODUCT.replace("k16.f32.f16.f16", "k8.f32.tf32.tf32").replace("%p2, 1, 1, 0;", "%p2, 1, 1;")
+    run(text.replace("@%p1 st.shared.b32 [%r3], %r0;", ""), [registers, shared, out], warps=4, races=True)
+    a, b = ((part.view(torch.int32) & -(1 << 13)).view(torch.float32).double() for part in (a, b))
+    expected = a @ b
+    for thread in range(128):
+        for i in range(4):
+            row, column = thread // 32 * 16 + thread % 32 // 4 + 8 * (i >= 2), thread % 4 * 2 + (i & 1)
+            assert abs(out[thread, i] - expected[row, column]) < 1e-5
+
+
+@pytest.mark.parametrize(("mode", "width"), [(0, 16), (1, 128), (2, 64), (3, 32)])
+def test_descriptors_of_32_bits(mode: int, width: int):
+    """Numbers of four bytes lie where pairs of two bytes do."""
+    descriptor = mode << 62 | (8 * width >> 4) << 32 | 256 >> 4 << 16 | 1024 >> 4
+    halves = addresses_of(descriptor, np.arange(16), 16, transposed=False)
+    words = addresses_of(descriptor, np.arange(16), 8, transposed=False, itemsize=4)
+    assert np.array_equal(words, halves[:, ::2])
+
+
 @pytest.mark.parametrize(
     ("taken_out", "message"),
     [

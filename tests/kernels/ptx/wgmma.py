@@ -25,15 +25,16 @@ from tests.kernels.ptx.parse import Instruction
 from tests.kernels.ptx.values import Array, Mask, Step
 from tests.kernels.ptx.warps import require_whole_warps
 
-SHAPE = re.compile(r"m64n(\d+)k16")
+SHAPE = re.compile(r"m64n(\d+)k(\d+)")
 SWIZZLES = {0: (16, 0), 1: (128, 7), 2: (64, 3), 3: (32, 1)}  # bytes of a row, and the bits of it that are exchanged
-WORD = np.dtype(np.uint16)
+WORDS = {"f16": np.dtype(np.uint16), "bf16": np.dtype(np.uint16), "tf32": np.dtype(np.uint32)}
 
 
-def addresses_of(descriptor: int, rows: Array, size: int, transposed: bool) -> Array:
-    """Return the addresses in shared memory of a descriptor's 16-bit matrix, [rows, size].
+def addresses_of(descriptor: int, rows: Array, size: int, transposed: bool, itemsize: int = 2) -> Array:
+    """Return the addresses in shared memory of a descriptor's matrix, [rows, size], of numbers of `itemsize` bytes.
 
-    `transposed`: neighbours along the rows lie side by side ("MN-major"), else neighbours along K do.
+    `transposed`: neighbours along the rows lie side by side ("MN-major"), else neighbours along K do. Only matrices of
+    16 bits can be.
     """
     start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
     if descriptor >> 49 & 7:
@@ -45,9 +46,9 @@ def addresses_of(descriptor: int, rows: Array, size: int, transposed: bool) -> A
             raise EmulatorError(f"a transposed matrix that is not swizzled: {descriptor:#x}")
         offset = row // (width // 2) * leading + k // 8 * stride + k % 8 * width + row % (width // 2) * 2
     elif bits:
-        offset = row // 8 * stride + row % 8 * width + k * 2
+        offset = row // 8 * stride + row % 8 * width + k * itemsize
     else:
-        offset = row // 8 * stride + row % 8 * 16 + k // 8 * leading + k % 8 * 2
+        offset = row // 8 * stride + row % 8 * 16 + k * itemsize // 16 * leading + k * itemsize % 16
     address: Array = start + offset
     swizzled: Array = address ^ (address >> 7 & bits) << 4
     return swizzled
@@ -71,7 +72,7 @@ def build_wgmma(instruction: Instruction, group: Group) -> Step:
 
 
 class _Product:
-    """wgmma.mma_async of 16-bit numbers with float32 sums; the left operand is in registers or in shared memory."""
+    """wgmma.mma_async with float32 sums; the left operand is in registers or in shared memory."""
 
     def __init__(self, instruction: Instruction, group: Group) -> None:
         self.instruction, self.group = instruction, group
@@ -80,7 +81,10 @@ class _Product:
         sums, left, right, kept, *signs = instruction.operands
         in_registers = left.startswith("{")
         names, left_names = registers.names(sums), registers.names(left) if in_registers else []
-        if signs[:2] != ["1", "1"] or len(signs) != (3 if in_registers else 4) or len(names) != self.num_columns // 2:
+        itemsize = WORDS[self.kind].itemsize
+        self.depth = 32 // itemsize
+        num_transposed = 0 if itemsize == 4 else 2 - in_registers  # tf32 has no such flags
+        if signs[:2] != ["1", "1"] or len(signs) != 2 + num_transposed or len(names) != self.num_columns // 2:
             raise EmulatorError(f"unknown {instruction}")
         if in_registers and len(left_names) != 4:
             raise EmulatorError(f"unknown {instruction}")
@@ -90,7 +94,8 @@ class _Product:
         self.left_descriptor = None if in_registers else registers.source(left, "b64")
         self.right_descriptor = registers.source(right, "b64")
         self.kept = registers.source(kept, "pred")
-        self.left_transposed, self.right_transposed = not in_registers and signs[2] == "1", signs[-1] == "1"
+        flags = [flag == "1" for flag in signs[2:]]
+        self.left_transposed, self.right_transposed = num_transposed == 2 and flags[0], num_transposed > 0 and flags[-1]
 
     def start(self, mask: Mask) -> None:
         """Take down where the operands are, and let the product begin."""
@@ -98,14 +103,15 @@ class _Product:
         require_whole_warps(mask, instruction)
         lanes = np.ones(len(group.ctas), bool) if mask is None else mask
         first = np.arange(0, len(lanes), 32)[lanes[::32]]  # the first lane of each warp that runs
-        columns = np.arange(self.num_columns)
+        columns, depth, size = np.arange(self.num_columns), self.depth, WORDS[self.kind].itemsize
         descriptors = _of_warps(self.right_descriptor, first, lanes, instruction)
-        right = [addresses_of(value, columns, 16, self.right_transposed) for value in descriptors]
+        right = [addresses_of(value, columns, depth, self.right_transposed, size) for value in descriptors]
         left: list[Array] = []
         if self.left_descriptor is not None:
             descriptors = _of_warps(self.left_descriptor, first, lanes, instruction)
             for value, warp in zip(descriptors, (group.threads[first] // 32).tolist(), strict=True):
-                left.append(addresses_of(value, 16 * (warp % 4) + np.arange(16), 16, self.left_transposed))
+                rows = 16 * (warp % 4) + np.arange(16)
+                left.append(addresses_of(value, rows, depth, self.left_transposed, size))
         keeps = np.broadcast_to(self.kept, len(lanes))[first].copy()
         reads: list[Array] = []
         if group.races is not None:
@@ -128,7 +134,7 @@ class _Product:
 
     def _compute(self, ready: Lanes, first: Array, left: list[Array], right: list[Array], keeps: Array) -> None:
         group = self.group
-        b = _read_tiles(group, right, first, self.kind, self.instruction)  # [warp, columns, 16]
+        b = _read_tiles(group, right, first, self.kind, self.instruction)  # [warp, columns, depth]
         if left:
             a = _read_tiles(group, left, first, self.kind, self.instruction)
         else:
@@ -147,7 +153,7 @@ def _shape(instruction: Instruction) -> tuple[str, int]:
     shape = SHAPE.fullmatch(parts[4]) if len(parts) == 8 else None
     if shape is None or parts[1:4] != ["mma_async", "sync", "aligned"] or parts[5] != "f32":
         raise EmulatorError(f"unknown {instruction}")
-    if parts[6] not in ("f16", "bf16") or parts[7] != parts[6]:
+    if parts[6] not in WORDS or parts[7] != parts[6] or int(shape[2]) * WORDS[parts[6]].itemsize != 32:
         raise EmulatorError(f"unknown {instruction}")
     return parts[6], int(shape[1])
 
@@ -161,8 +167,8 @@ def _of_warps(values: Array, first: Array, lanes: Lanes, instruction: Instructio
 
 
 def _read_tiles(group: Group, tiles: list[Array], first: Array, kind: str, instruction: Instruction) -> Array:
-    """Read 16-bit matrices of warps from shared memory, [warp, rows, columns]."""
+    """Read matrices of warps from shared memory, [warp, rows, columns]."""
     addresses = np.stack(tiles)
     ctas = np.repeat(group.ctas[first], addresses[0].size)
-    words = load(group.shared, addresses.ravel(), ctas, WORD, 1, instruction)
+    words = load(group.shared, addresses.ravel(), ctas, WORDS[kind], 1, instruction)
     return elements(words, kind).reshape(addresses.shape)
