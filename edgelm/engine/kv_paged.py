@@ -190,6 +190,8 @@ class PagedKV:
             self._forget(block)
         table.num_full = num_full
         self._cut(table, self._num_blocks(seq.computed + 1))  # the next step certainly writes one more position
+        if self._states:
+            self._save_state(seq, seq.computed)  # now, so that the next sequence admitted can begin with it
 
     def keeps(self, seq: Sequence) -> bool:
         return True  # its blocks are idle, and taken last
@@ -198,7 +200,6 @@ class PagedKV:
         self.commit(seq)
         table = self._table_of(seq)
         if self._states:
-            self._save_state(seq, seq.computed)
             if not seq.computed:  # it failed
                 self._states.forget(self._chains.get(seq, []))
             self._states.end(seq)
