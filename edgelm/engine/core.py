@@ -430,8 +430,8 @@ class KVCache(Protocol):
     def keeps(self, seq: Sequence) -> bool:
         """Tell whether a running sequence that is released now can go on later without computing its prefix again."""
 
-    def release(self, seq: Sequence) -> None:
-        """Unbind a sequence that is finished or preempted; its prefix stays reusable."""
+    def release(self, seq: Sequence, resumes: bool = False) -> None:
+        """Unbind a sequence that is finished, or preempted: then it `resumes`. Its prefix stays reusable."""
 
     def reset(self) -> None:
         """Forget everything and unbind all sequences: a step failed, and the content of the device is unknown."""

@@ -216,7 +216,7 @@ class SlotKV:
     def keeps(self, seq: Sequence) -> bool:
         return self._sizes.estimate(seq.computed) <= self._max_bytes
 
-    def release(self, seq: Sequence) -> None:
+    def release(self, seq: Sequence, resumes: bool = False) -> None:
         slot = self._slot_of(seq)
         self._end_chunk(slot)
         if seq.pictures or not self._goes_back or seq.computed < slot.shortest:

@@ -402,7 +402,7 @@ class Scheduler:
         self._blocked = None
         seq.draft, seq.num_forced = [], 0
         self.running.remove(seq)
-        self._kv.release(seq)
+        self._kv.release(seq, resumes=True)
         self.waiting.put_back(seq)
 
     # -- results ---------------------------------------------------------------------------------------------------

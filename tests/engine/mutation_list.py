@@ -519,7 +519,7 @@ MUTATIONS = [
     Mutation(
         "scheduler",
         "a preempted sequence keeps its memory",
-        "        self._kv.release(seq)\n        self.waiting.put_back",
+        "        self._kv.release(seq, resumes=True)\n        self.waiting.put_back",
         "        self.waiting.put_back",
     ),
     Mutation(
