@@ -413,7 +413,10 @@ class KVCache(Protocol):
         """Bind the longest cached prefix and set `computed` (at most `len(tokens) - 1`); False: no room now."""
 
     def grow(self, seq: Sequence, length: int) -> bool:
-        """Make room for positions up to `length`, evicting idle prefixes; False: nothing is left to evict."""
+        """Make room for positions up to `length`, evicting idle prefixes; False: nothing is left to evict.
+
+        A second call for the same step may need less room.
+        """
 
     def chunk_end(self, seq: Sequence, end: int) -> int:
         """Return where a chunk that could end at `end` has to end: there, or at an earlier position worth saving."""
