@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ class Recurrent(Loop):
     """A loop over blocks and states that counts the tokens that each sequence computes."""
 
     def __init__(self, num_sequences: int, num_saved: int = 4, max_tokens: int = 512) -> None:
-        facts = {"context": 1024, "capacity": 8192, "max_tokens": max_tokens, "max_draft": 3}
+        facts: dict[str, Any] = {"context": 1024, "capacity": 8192, "max_tokens": max_tokens, "max_draft": 3}
         facts |= {"max_sequences": num_sequences, "num_states": num_sequences + num_saved}
         super().__init__("paged", clock=Eager(), **facts)
         self.computed = Counter[int]()  # by sequence
