@@ -413,7 +413,10 @@ class KVCache(Protocol):
         """Bind the longest cached prefix and set `computed` (at most `len(tokens) - 1`); False: no room now."""
 
     def grow(self, seq: Sequence, length: int) -> bool:
-        """Make room for positions up to `length`, evicting idle prefixes; False: nothing is left to evict."""
+        """Make room for positions up to `length`, evicting idle prefixes; False: nothing is left to evict.
+
+        A second call for the same step may need less room.
+        """
 
     def chunk_end(self, seq: Sequence, end: int) -> int:
         """Return where a chunk that could end at `end` has to end: there, or at an earlier position worth saving."""
@@ -430,8 +433,8 @@ class KVCache(Protocol):
     def keeps(self, seq: Sequence) -> bool:
         """Tell whether a running sequence that is released now can go on later without computing its prefix again."""
 
-    def release(self, seq: Sequence) -> None:
-        """Unbind a sequence that is finished or preempted; its prefix stays reusable."""
+    def release(self, seq: Sequence, resumes: bool = False) -> None:
+        """Unbind a sequence that is finished, or preempted: then it `resumes`. Its prefix stays reusable."""
 
     def reset(self) -> None:
         """Forget everything and unbind all sequences: a step failed, and the content of the device is unknown."""

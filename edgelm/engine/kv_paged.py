@@ -42,6 +42,7 @@ from edgelm.engine.core import (
     Store,
 )
 from edgelm.engine.prefixes import MIN_PREFIX_LEN, MIN_STORED_LEN, FileIndex
+from edgelm.engine.save_points import MIN_GAIN_LEN
 from edgelm.engine.shared_prefixes import SHARED_SHARE, BranchPoints, SharedChains
 from edgelm.engine.state_slots import StateSlots
 
@@ -190,17 +191,24 @@ class PagedKV:
             self._forget(block)
         table.num_full = num_full
         self._cut(table, self._num_blocks(seq.computed + 1))  # the next step certainly writes one more position
+        if self._states:
+            self._save_state(seq, seq.computed)  # now, so that the next sequence admitted can begin with it
 
     def keeps(self, seq: Sequence) -> bool:
-        return True  # its blocks are idle, and taken last
+        if self._states is None:
+            return True  # its blocks are idle, and taken last
+        lost = seq.computed - self._states.num_usable(self._full_digests(seq)) * self._block_len
+        is_decoding = len(seq.tokens) - seq.computed == 1  # a prompt would lose the same tokens at each turn
+        return lost < MIN_GAIN_LEN if is_decoding else lost == 0
 
-    def release(self, seq: Sequence) -> None:
+    def release(self, seq: Sequence, resumes: bool = False) -> None:
         self.commit(seq)
         table = self._table_of(seq)
         if self._states:
-            self._save_state(seq, seq.computed)
             if not seq.computed:  # it failed
                 self._states.forget(self._chains.get(seq, []))
+            if resumes:
+                self._states.pause(seq, self._full_digests(seq))
             self._states.end(seq)
         self._cut(table, 0)
         del self._tables[seq]
@@ -281,6 +289,10 @@ class PagedKV:
         position = self._states.is_due(seq)
         if 0 < position <= length:
             self._ops += self._states.save(seq, self._digest(seq, position // self._block_len - 1))
+
+    def _full_digests(self, seq: Sequence) -> list[bytes]:
+        """Return the digests of the full blocks of a running sequence."""
+        return self._chains.get(seq, [])[: self._table_of(seq).num_full]
 
     # -- files -----------------------------------------------------------------------------------------------------
 

@@ -191,10 +191,13 @@ class SlotKV:
 
     def grow(self, seq: Sequence, length: int) -> bool:
         slot = self._slot_of(seq)  # a sequence runs, so there is no idle slot to evict
-        missing = max(length - self._cells.length(slot.id), 0)
+        missing = length - self._cells.length(slot.id)
         if missing > self._cells.free:
             return False
-        self._cells.extend(slot.id, missing)
+        if missing < 0:
+            self._cells.trim(slot.id, length)  # of a draft that was cut: no step has written them
+        else:
+            self._cells.extend(slot.id, missing)
         return True
 
     def kv_location(self, seq: Sequence) -> int:
@@ -216,7 +219,7 @@ class SlotKV:
     def keeps(self, seq: Sequence) -> bool:
         return self._sizes.estimate(seq.computed) <= self._max_bytes
 
-    def release(self, seq: Sequence) -> None:
+    def release(self, seq: Sequence, resumes: bool = False) -> None:
         slot = self._slot_of(seq)
         self._end_chunk(slot)
         if seq.pictures or not self._goes_back or seq.computed < slot.shortest:

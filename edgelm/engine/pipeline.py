@@ -77,7 +77,10 @@ class StepPipeline:
         return launched
 
     def _launch_ahead(self, step: Step) -> _Launched | None:
-        """Launch the step after `step`, unless it depends on the samples of `step`."""
+        """Launch the step after `step`, unless it depends on the samples of `step`.
+
+        With recurrent states, a failure here fails `step` too, and ends all of its sequences.
+        """
         ahead = self._scheduler.plan_ahead(step)
         try:
             return self._launch(ahead) if ahead else None

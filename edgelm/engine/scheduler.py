@@ -47,6 +47,7 @@ class _Room:
     decoding: int  # sequences that lack one token
     depth: int  # cached positions of the running sequences
     draft_len: int = 0  # of the drafts in the step, where all must have one length; 0: there is none yet
+    num_drafts: int = 0  # of that length
 
     @property
     def admits(self) -> bool:
@@ -338,11 +339,24 @@ class Scheduler:
         chunks.append(chunk)
         room.tokens -= 0 if chunk.is_picture else len(tokens)  # a picture runs in a batch of its own
         room.rows -= rows
-        if self._equal_drafts:
-            room.draft_len = room.draft_len or len(seq.draft)
+        if self._equal_drafts and seq.draft:
+            room.draft_len, room.num_drafts = len(seq.draft), room.num_drafts + 1
+            self._cut_drafts(chunks, room)
         if missing > 1:
             room.prefill = room.prefill - length if length == missing else 0  # none is admitted after an unfinished one
         return fits
+
+    def _cut_drafts(self, chunks: list[Chunk], room: _Room) -> None:
+        """Cut the planned drafts to the length of the last one."""
+        for place, chunk in enumerate(chunks):
+            if (excess := len(chunk.draft) - room.draft_len) > 0:
+                seq = chunk.seq
+                chunks[place] = replace(chunk, tokens=chunk.tokens[:-excess], rows=chunk.rows - excess)
+                self._kv.grow(seq, chunk.end - excess)
+                seq.draft = seq.draft[: room.draft_len]
+                seq.num_forced = min(seq.num_forced, room.draft_len)
+                room.tokens += excess
+                room.rows += excess
 
     def _step(self, chunks: list[Chunk]) -> Step:
         """Return the step of these chunks, none of which is given up any more: now states move."""
@@ -360,7 +374,7 @@ class Scheduler:
         max_len = min(room.tokens, room.rows) - room.reserved - admissible - 1
         max_len = min(max_len, self._max_draft, self._max_draft_len(seq))
         if room.draft_len:
-            max_len = room.draft_len if room.draft_len <= max_len else 0
+            max_len = min(max_len, room.draft_len)
         if max_len <= 0:
             return []
         rows = self._info.max_rows - room.rows + room.reserved + 1
@@ -370,8 +384,8 @@ class Scheduler:
         if len(forced) < max_len:
             draft = (forced + drafter.propose(seq, costs[len(forced) :], forced))[:max_len]
         draft = draft[: seq.matcher.allowed(draft)] if seq.matcher else draft
-        if len(draft) < room.draft_len:
-            seq.num_forced = 0
+        if len(draft) < room.draft_len and (room.num_drafts + 1) * len(draft) <= room.num_drafts * room.draft_len:
+            seq.num_forced = 0  # the step would verify no more tokens if the other drafts were cut to this length
             return []
         return draft
 
@@ -402,7 +416,7 @@ class Scheduler:
         self._blocked = None
         seq.draft, seq.num_forced = [], 0
         self.running.remove(seq)
-        self._kv.release(seq)
+        self._kv.release(seq, resumes=True)
         self.waiting.put_back(seq)
 
     # -- results ---------------------------------------------------------------------------------------------------

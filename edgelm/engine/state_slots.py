@@ -2,7 +2,8 @@
 
 Owns integers. A state is that behind one position, so a prefix is reusable where its KV blocks are cached and the state
 behind one of them is saved: a copy in a slot of its own. Saved are the states at save points of prompts, as for
-llama.cpp (save_points.py), and of each answer the one behind its last full block. Knows nothing of tensors or blocks.
+llama.cpp (save_points.py), and of each answer the one behind its last full block. The one that a preempted sequence
+goes on from stays until then. Knows nothing of tensors or blocks.
 
 A state cannot go back, and a drafted token may be rejected. So a step moves a state over certain tokens only, and the
 next step computes the accepted ones again: at most 15. It moves it no further than to the end of a block, so that the
@@ -12,6 +13,7 @@ next step can begin with its copy: then it lacks at most 15 more.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from edgelm.engine.core import CopyState, Sequence, StateSpan
 from edgelm.engine.save_points import save_points
@@ -45,16 +47,18 @@ class StateSlots:
         self._empty = list(range(num_running, num_running + num_saved))[::-1]
         self._saved: dict[bytes, int] = {}  # slot by the digest of the prefix, least recently used first
         self._running: dict[Sequence, _State] = {}
+        self._paused: WeakKeyDictionary[Sequence, bytes] = WeakKeyDictionary()  # the digests they go on from
 
     def num_usable(self, digests: list[bytes]) -> int:
         """Return how many blocks of a cached prefix can be reused: those before the last saved state."""
-        return max((index + 1 for index, digest in enumerate(digests) if digest in self._saved), default=0)
+        return next((count for count in range(len(digests), 0, -1) if digests[count - 1] in self._saved), 0)
 
     def begin(self, seq: Sequence, digests: list[bytes], num_used: int) -> list[CopyState]:
         """Give a sequence a slot. It reuses the first `num_used` blocks of the cached ones, which have these digests.
 
         Another prompt may go on otherwise behind the last cached block, so its state is saved on the way, too.
         """
+        self._paused.pop(seq, None)
         position, cached = num_used * self._block_len, len(digests) * self._block_len
         points = save_points(position, seq.prompt_len, cached, [position])
         ends = {point // self._block_len * self._block_len for point in points}
@@ -78,14 +82,24 @@ class StateSlots:
         return position if position in state.save_at or position >= seq.prompt_len else 0
 
     def save(self, seq: Sequence, digest: bytes) -> list[CopyState]:
-        """Save the state of a sequence, behind the prefix with this digest; the last one of its answer makes way."""
+        """Save the state of a sequence, behind the prefix with this digest, if there is a slot.
+
+        The last one of its answer makes way, or else the least recently used one that no preempted sequence needs.
+        """
         state = self._running[seq]
         if digest in self._saved:
             self._saved[digest] = self._saved.pop(digest)
             return []
-        slot = self._saved.pop(state.saved, None) if state.saved else None
-        if slot is None:
-            slot = self._empty.pop() if self._empty else self._saved.pop(next(iter(self._saved)))
+        needed = set(self._paused.values())
+        oldest = next((saved for saved in self._saved if saved not in needed), None)
+        if state.saved in self._saved and state.saved not in needed:
+            slot = self._saved.pop(state.saved)
+        elif self._empty:
+            slot = self._empty.pop()
+        elif oldest:
+            slot = self._saved.pop(oldest)
+        else:
+            return []
         self._saved[digest] = slot
         if state.position not in state.save_at:
             state.saved = digest
@@ -111,3 +125,8 @@ class StateSlots:
     def end(self, seq: Sequence) -> None:
         """Take back the slot of a sequence."""
         self._free.append(self._running.pop(seq).slot)
+
+    def pause(self, seq: Sequence, digests: list[bytes]) -> None:
+        """Keep the last saved state of these prefixes until a preempted sequence goes on from it."""
+        if num_usable := self.num_usable(digests):
+            self._paused[seq] = digests[num_usable - 1]

@@ -369,7 +369,7 @@ class SlotMemory(FakeSnapshots):
         slots = [chunk.kv for chunk in step.chunks]
         assert len(set(slots)) == len(slots)
         assert not self._fetched, "what is fetched is loaded and dropped in one step"
-        if not self._info.can_trim:
+        if not self._info.can_trim and step.chunks:  # ops alone move no sequence
             assert len({chunk.rows for chunk in step.chunks if chunk.rows > 1}) <= 1, "drafts are of one length"
             last = [chunk.kv for chunk in step.chunks if chunk.rows > 1 or len(slots) == 1]
             self._moved = set(range(len(self.slots))).difference(slot for slot in last if isinstance(slot, int))

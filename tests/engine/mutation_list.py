@@ -60,7 +60,7 @@ MUTATIONS = [
     Mutation("kv_slots", "a state goes back to before its chunk", "max(slot.final + 1, end", "max(slot.final, end"),
     Mutation("kv_slots", "a state goes back further than it can", "end - self._info.rollback_len)", "0)"),
     Mutation("kv_slots", "a state goes back beside others", " if self._alone else end", ""),
-    Mutation("scheduler", "drafts of a step differ in length", "if len(draft) < room.draft_len:", "if False:"),
+    Mutation("scheduler", "drafts of a step differ in length", "            self._cut_drafts(chunks, room)\n"),
     Mutation("kv_slots", "a state goes back twice", "            slot.shortest = length\n"),
     Mutation("kv_slots", "a rejected draft is saved", "        self._trim(slot, slot.length, slot.seq)\n"),
     Mutation("kv_slots", "no state goes back for a prompt", " and usable >= shortest", " and False"),
@@ -519,7 +519,7 @@ MUTATIONS = [
     Mutation(
         "scheduler",
         "a preempted sequence keeps its memory",
-        "        self._kv.release(seq)\n        self.waiting.put_back",
+        "        self._kv.release(seq, resumes=True)\n        self.waiting.put_back",
         "        self.waiting.put_back",
     ),
     Mutation(

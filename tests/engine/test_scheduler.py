@@ -353,13 +353,15 @@ def test_a_state_that_goes_back_a_few_tokens_takes_drafts_of_so_many() -> None:
     assert seq.accepted
 
 
+class Lengths(Drafts):
+    """Drafts of as many tokens as the first token of a sequence says."""
+
+    def propose(self, seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
+        return super().propose(seq, marginal_cost, forced)[: seq.tokens[0]]
+
+
 def test_states_that_go_back_take_drafts_of_one_length_in_a_step() -> None:
     """The first draft of a step sets the length: a longer one is cut, a shorter one is dropped."""
-
-    class Lengths(Drafts):
-        def propose(self, seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
-            return super().propose(seq, marginal_cost, forced)[: seq.tokens[0]]
-
     loop = Loop(drafter=Lengths(), can_trim=False, rollback_len=3, max_sequences=3, max_rows=16)
     for token in (2, 3, 1):
         loop.add([token] * 4, max_tokens=20)
@@ -368,6 +370,17 @@ def test_states_that_go_back_take_drafts_of_one_length_in_a_step() -> None:
         loop.step()
         shapes.add(tuple(rows for _, _, rows in shape(loop.last)))
     assert (3, 3, 1) in shapes
+
+
+def test_longer_drafts_of_one_sequence_do_not_stop_those_of_others() -> None:
+    """The drafts that are planned are cut to a shorter one, if more tokens are drafted then."""
+    loop = Loop(drafter=Lengths(), can_trim=False, rollback_len=3, max_sequences=3, max_rows=16)
+    seqs = [loop.add([token] * 4, max_tokens=60) for token in (3, 2, 2)]
+    for _ in range(15):
+        loop.step()
+    assert shape(loop.last) == [(seq.id, 3, 3) for seq in seqs]
+    assert min(seq.drafted for seq in seqs) >= 20
+    assert all(seq.accepted == seq.drafted for seq in seqs)
 
 
 @both

@@ -20,7 +20,7 @@ from edgelm.base.machine.memory import available_memory_bytes
 from edgelm.engine.core import EmbedderInfo, Pooling
 from edgelm.kernels.attention import VERIFY_LEN
 from edgelm.kernels.cache import BLOCK_LEN, FORMATS, LayerCache
-from edgelm.kernels.delta import StateCache
+from edgelm.kernels.delta import StateCache, state_bytes
 from edgelm.models.decoder import Batch, Decoder
 
 FIRST_SIZE = 512  # positions of the first cache
@@ -110,7 +110,8 @@ class TorchEmbedder:
         layers = self._decoder.config.layers
         dtype = torch.float16 if self._device.type == "cuda" else torch.float32
         numbers = sum(layer.num_kv_heads * layer.head_dim for layer in layers)
-        needed = size * BLOCK_LEN * numbers * 2 * dtype.itemsize
+        states = sum(state_bytes(layer.delta, dtype) for layer in layers if layer.delta)
+        needed = size * BLOCK_LEN * numbers * 2 * dtype.itemsize + self._info.max_inputs * states
         if self._device.type == "cpu" and (free := available_memory_bytes()) * USABLE < needed:
             raise EngineError(
                 f"embeddings of {num_blocks * BLOCK_LEN:,} tokens need {needed / 2**30:.2f} GiB of memory, "

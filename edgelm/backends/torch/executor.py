@@ -252,7 +252,8 @@ class TorchExecutor:
     def forward(self, step: Step) -> None:
         """Do the ops, then run the chunks.
 
-        Raises OutOfMemoryError, after which other steps may run, and DeviceError, after which none can.
+        Raises OutOfMemoryError, after which other steps may run, and DeviceError, after which none can. A step that
+        needs too much memory is computed in parts, but with recurrent states it fails, and all of its sequences end.
         """
         for op in step.ops:
             self._apply(op)

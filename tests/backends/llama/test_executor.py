@@ -56,9 +56,9 @@ class Retiring(SlotKV):
     def __init__(self, info: ExecutorInfo, snapshot_bytes: int) -> None:
         super().__init__(info, snapshot_bytes=0)
 
-    def release(self, seq: Sequence) -> None:
+    def release(self, seq: Sequence, resumes: bool = False) -> None:
         slot = seq.kv
-        super().release(seq)
+        super().release(seq, resumes)
         assert isinstance(slot, Slot)
         slot.seq, slot.idle_tokens = Sequence(-1, [], 0, SamplingParams()), []
 

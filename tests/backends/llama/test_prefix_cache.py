@@ -92,9 +92,9 @@ class Uncached(SlotKV):
     def __init__(self, info: ExecutorInfo) -> None:
         super().__init__(info, 0)
 
-    def release(self, seq: Sequence) -> None:
+    def release(self, seq: Sequence, resumes: bool = False) -> None:
         seq.computed = 0
-        super().release(seq)
+        super().release(seq, resumes)
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from edgelm.backends.model import open_model
+from edgelm.backends.torch import embedding
 from edgelm.backends.torch.build import load_decoder
-from edgelm.backends.torch.embedding import TorchEmbedder
+from edgelm.backends.torch.embedding import USABLE, TorchEmbedder
 from edgelm.base.config import Settings
+from edgelm.base.errors import EngineError
 from edgelm.engine.core import Pooling
 from tests.models.tiny_models import VOCAB, build, write
 
@@ -54,3 +56,17 @@ def test_a_folder_of_sentence_transformers_says_how_its_vectors_are_made(tmp_pat
     (folder / "2_Dense").mkdir()
     with open_model(folder) as opened:
         assert "Dense" in opened.torch_problem()
+
+
+def test_the_states_of_recurrent_layers_need_memory_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_model(write(build("qwen3_5"), tmp_path / "model")) as opened:
+        decoder = load_decoder(opened, Settings(), "cpu", 256)
+    allocated = TorchEmbedder(decoder, "last", 256)
+    allocated.begin([[3, 4, 5]])
+    nbytes = sum(plane.nbytes for cache in allocated._caches for plane in cache.planes.values())
+    embedder = TorchEmbedder(decoder, "last", 256)
+    monkeypatch.setattr(embedding, "available_memory_bytes", lambda: int(0.99 * nbytes / USABLE))
+    with pytest.raises(EngineError, match="GiB of memory"):
+        embedder.begin([[3, 4, 5]])
+    monkeypatch.setattr(embedding, "available_memory_bytes", lambda: int(1.01 * nbytes / USABLE))
+    embedder.begin([[3, 4, 5]])
