@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from textual import events, on, work
-from textual._compositor import Compositor
+from textual._compositor import ChopsUpdate, Compositor
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Horizontal
@@ -54,6 +54,7 @@ from edgelm.tui.sidebar import Sidebar
 from edgelm.tui.status import PullBar, StatusLine
 from edgelm.tui.tags import known_tags, suggest_tags
 from edgelm.tui.titles import Titles
+from edgelm.tui.transcript.sixel import SixelStrip
 from edgelm.tui.transcript.widget import Transcript
 from edgelm.tui.workspace import ChatDefaults, Workspace
 
@@ -82,6 +83,17 @@ class NarrowCompositor(Compositor):
         finally:
             if self._visible_widgets is touched:
                 self._visible_widgets = every
+
+    def render_partial_update(self) -> ChopsUpdate | None:
+        """Draw pictures of sixels as a whole: a strip that is cut inside one has half blocks there."""
+        update = super().render_partial_update()
+        if update is None:
+            return None
+        for place, (y, start, end) in enumerate(update.spans):
+            strips = zip(update.chop_ends[y], update.chops[y].items(), strict=True)
+            drawn = [last for last, (x, strip) in strips if isinstance(strip, SixelStrip) and x < end and last > start]
+            update.spans[place] = y, start, max([end, *drawn])
+        return update
 
 
 class ChatScreen(Screen[None]):

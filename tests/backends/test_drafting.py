@@ -400,6 +400,30 @@ def test_heads_that_do_not_fit_are_told_or_refused(
         built(heads, places)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("has_heads_api", False, "this build of llama.cpp cannot run heads"),
+        ("rollback_len", 0, "llama.cpp cannot take tokens back in a model of qwen35"),
+        ("may_use_heads", False, "there is no memory for them"),
+    ],
+)
+def test_heads_that_do_not_draft_say_the_reason(
+    name: str,
+    value: int,
+    reason: str,
+    tmp_path: Path,
+    places: Places,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = write_odd(tmp_path / "m.gguf", "qwen35", heads=0.0, part="model")
+    write_odd(tmp_path / "mtp-m.gguf", "qwen35", heads=0.0, part="heads")
+    monkeypatch.setattr(build_module, name, lambda *_: value)
+    built(model, places).engine.close()
+    assert f"the heads of mtp-m.gguf do not draft: {reason}" in caplog.text
+
+
 def test_the_cache_of_the_heads_is_planned(with_heads: Path) -> None:
     with open_gguf(with_heads) as gguf:
         facts = model_facts(gguf)

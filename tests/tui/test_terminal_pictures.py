@@ -23,7 +23,10 @@ from PIL import Image, ImageChops, ImageStat
 from rich.console import Console
 from rich.segment import Segment
 from rich.style import Style
+from textual._compositor import CompositorUpdate
 from textual.drivers.linux_driver import LinuxDriver
+from textual.geometry import Region
+from textual.screen import Screen
 from textual.strip import Strip
 
 from edgelm.base.workers.pictures import Picture, draw_sixels
@@ -284,17 +287,22 @@ def sixel_lines(chat: Driver) -> int:
     return sum("\x1bP0;1;0q" in strip.render(chat.app.console) for line in update.strips for strip in line)
 
 
+async def sent_sixels(chat: Driver) -> None:
+    """Send a picture that a terminal with cells of 10 x 20 pixels draws in 14 lines."""
+    chat.endpoint.seeing = ["starter"]
+    await chat.ready()
+    Image.new("RGB", (400, 300), "red").save("cat.png")
+    for answer in re.findall(r"\x1b\[[^\x1b]*", SIXEL):
+        chat.app.post_message(TerminalAnswer(answer))
+    await chat.ask_only("/attach cat.png")
+    await chat.sees("cat.png")
+    await chat.ask("What is it?")
+    await chat.until(lambda: sixel_lines(chat) == 14, "a picture")
+
+
 async def test_sixels_follow_the_screen(open_chat: Open, folder: Path) -> None:
     async with open_chat((100, 50)) as chat:
-        chat.endpoint.seeing = ["starter"]
-        await chat.ready()
-        Image.new("RGB", (400, 300), "red").save("cat.png")
-        for answer in re.findall(r"\x1b\[[^\x1b]*", SIXEL):
-            chat.app.post_message(TerminalAnswer(answer))
-        await chat.ask_only("/attach cat.png")
-        await chat.sees("cat.png")
-        await chat.ask("What is it?")
-        await chat.until(lambda: sixel_lines(chat) == 14, "a picture")
+        await sent_sixels(chat)
         assert HALF * 10 in chat.text, "below the sixels, for what covers a part of them"
         await chat.pilot.press("f1")
         await chat.until(lambda: len(chat.app.screen_stack) == 2, "a dialog")
@@ -305,6 +313,26 @@ async def test_sixels_follow_the_screen(open_chat: Open, folder: Path) -> None:
         await chat.until(lambda: sixel_lines(chat) == 8, "a picture in larger cells")
         await chat.pilot.resize_terminal(18, 50)
         await chat.until(lambda: sixel_lines(chat) == 0, "half blocks where it has no room")
+
+
+@pytest.mark.parametrize("covered", [Region(0, 0, 30, 50), Region(10, 0, 20, 50), Region(20, 0, 40, 50)])
+async def test_sixels_are_drawn_again_where_something_no_longer_covers_a_part(
+    open_chat: Open, folder: Path, monkeypatch: pytest.MonkeyPatch, covered: Region
+) -> None:
+    """When a tooltip closes, only the cells that it covered are drawn."""
+    async with open_chat((100, 50)) as chat:
+        await sent_sixels(chat)
+        written: list[str] = []
+
+        def display(_: Screen[object], update: object) -> None:  # without a terminal, Textual writes nothing
+            if isinstance(update, CompositorUpdate):
+                written.append(update.render_segments(chat.app.console))
+
+        monkeypatch.setattr(chat.app, "_display", display)
+        chat.transcript.refresh(covered)
+        await chat.until(lambda: written, "the picture again")
+        assert "".join(written).count("\x1bP0;1;0q") == 14
+        assert HALF not in "".join(written)
 
 
 def test_a_strip_keeps_its_drawing_where_all_of_it_is_seen() -> None:

@@ -113,7 +113,7 @@ def build_llama(
     for text in filter(None, (planned.note, planned.warning)):
         reports.warn(text)
     if files.heads and drafting and not planned.heads:
-        reports.warn(f"the heads of {files.heads.path.name} do not draft: {_why_no_heads(wish)}")
+        reports.warn(f"the heads of {files.heads.path.name} do not draft: {_why_no_heads(job.model, facts, wish)}")
     options = LlamaOptions(
         context=option.context,
         kv=option.kv,
@@ -356,13 +356,21 @@ def _identity(model: LlamaModel, files: Sequence[Path], options: LlamaOptions) -
         raise ModelError(f"{files[0].name} cannot be read any more: {error.strerror}", "try again") from None
 
 
-def _why_no_heads(wish: Wish) -> str:
+def _why_no_heads(path: Path, facts: ModelFacts, wish: Wish) -> str:
+    if not has_heads_api():
+        return "this build of llama.cpp cannot run heads"
+    if facts.state_bytes and not rollback_len(path, facts):
+        return _cannot_take_back(facts)
     return "heads draft on the processor only" if wish.devices else "there is no memory for them"
 
 
 def _why_no_drafts(path: Path, facts: ModelFacts) -> str:
     if rollback_len(path, facts):
         return "there is no memory for the states that a rejected draft goes back to; a smaller --parallel needs less"
+    return _cannot_take_back(facts)
+
+
+def _cannot_take_back(facts: ModelFacts) -> str:
     return f"llama.cpp cannot take tokens back in a model of {facts.summary.architecture}"
 
 

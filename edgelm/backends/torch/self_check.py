@@ -117,7 +117,8 @@ class Comparison:
     def _compare(
         self, key: tuple[str, str], chosen: tuple[object, ...], kernel: Run, plain: Run, *args: Any, **named: Any
     ) -> object:
-        written = [arg for arg in args if isinstance(arg, LayerCache | StateCache)] if key[0] in WRITERS else []
+        given = args or chosen if key[0] in WRITERS else ()  # what `dispatch` runs has its arguments already
+        written = [arg for arg in given if isinstance(arg, LayerCache | StateCache)]
         out = named.get("out", args[-1] if key[0] == "attention" else None)
         before = [{name: plane.clone() for name, plane in cache.planes.items()} for cache in written]
         if isinstance(out, Tensor):
