@@ -294,7 +294,8 @@ def test_without_tokenizers(edgelm: Edgelm, folder: Path, tmp_path: Path) -> Non
     """As after `pip install torch` alone: llama.cpp reads the tokenizer of a GGUF."""
     hidden = hide(tmp_path / "hidden", "tokenizers", "tokenizers.models")
     line = error_of(edgelm("run", folder, "x", PYTHONPATH=hidden))
-    assert "needs the package tokenizers, which is not installed; type: " in line and "install" in line
+    assert "needs the package tokenizers, which is not installed; type: " in line
+    assert "install" in line
     path = write_tiny(tmp_path / "m.gguf", context=512)
     flags = ("--raw", "--max-tokens", "3", "--json", "--engine", "torch", "--spec", "off")
     done = edgelm("run", path, "x", *flags, PYTHONPATH=hidden)
