@@ -288,7 +288,7 @@ def _run_step(executor: TorchExecutor) -> Tensor:
 
 
 def _run_steps(executor: TorchExecutor) -> Tensor:
-    """Run a prompt, a step ahead, a second prompt beside a decoded token, and the verification of drafts.
+    """Run a prompt, a step ahead, a second prompt beside a decoded token, the verification of drafts, and a step after.
 
     Return the last logits.
     """
@@ -298,10 +298,10 @@ def _run_steps(executor: TorchExecutor) -> Tensor:
     executor.sample(prompt, None)
     executor.forward(Step((replace(first.chunk(1, 1), tokens=[LAST]),)))
     executor.forward(Step((first.chunk(1, 1), second.chunk(PROMPTS[1], 1))))
-    executor.forward(Step((first.chunk(1, 1), second.chunk(1, 1))))
     if LONG_PROMPT:
         executor.forward(Step((second.chunk(LONG_PROMPT, 1),)))
-    step = Step((first.chunk(VERIFIED, VERIFIED), second.chunk(VERIFIED, VERIFIED)))
+    executor.forward(Step((first.chunk(VERIFIED, VERIFIED), second.chunk(VERIFIED, VERIFIED))))
+    step = Step((first.chunk(1, 1), second.chunk(1, 1)))  # moves recurrent states over the accepted drafts, too
     executor.forward(step)
     return torch.from_numpy(executor.logits(step))
 
@@ -316,13 +316,15 @@ class _Walk:
         self._blocks = tuple(range(number * blocks, (number + 1) * blocks))
         self._generator = torch.Generator().manual_seed(number)
         self._num_vocab = num_vocab
-        self._computed = 0
+        self._computed = self._state = 0
 
     def chunk(self, num_tokens: int, rows: int) -> Chunk:
+        """Return a chunk with `rows` - 1 drafted tokens, all accepted: the next one moves the state over them."""
         tokens = torch.randint(0, self._num_vocab, (num_tokens,), generator=self._generator).tolist()
         start, self._computed = self._computed, self._computed + num_tokens
+        state, self._state = self._state, self._computed - (rows - 1)
         used = self._blocks[: -(-self._computed // kv_cache.BLOCK_LEN)]
-        return Chunk(self._seq, start, tokens, rows, used, StateSpan(self._slot, start, self._computed))
+        return Chunk(self._seq, start, tokens, rows, used, StateSpan(self._slot, state, self._state))
 
 
 def _sample(logits: Tensor) -> None:
