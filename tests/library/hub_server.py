@@ -304,6 +304,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, file: StoredFile, start: int, end: int, fault: Fault, sent: Sent) -> None:
         if fault.kind == "none" and self.hub.rate is None and isinstance(file.content, Path):
             with file.content.open("rb") as opened:  # as fast as this machine sends
+                sent.count = end - start
                 sent.count = self.connection.sendfile(opened, start, end - start)
             return
         begun = time.monotonic()
@@ -319,10 +320,10 @@ class _Handler(BaseHTTPRequestHandler):
                 piece = bytearray(piece)
                 piece[fault.after - at] ^= 1
             if piece:
-                self.connection.sendall(piece)
-                with self.hub.changed:
+                with self.hub.changed:  # before it is sent: a client that has it may look at once
                     sent.count += len(piece)
                     self.hub.changed.notify_all()
+                self.connection.sendall(piece)
                 at = stop
             if fault.kind in ("reset", "close", "stall") and at >= start + fault.after:
                 self._break(fault)
