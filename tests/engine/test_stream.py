@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from contextlib import closing
 
 from edgelm.engine.core import Event, FinishReason
-from edgelm.engine.stream import MIN_GAP_S, Mailbox, Stream
+from edgelm.engine.stream import FAST_GAP_S, MANY, MIN_GAP_S, Mailbox, Stream
 
 TURNS = 5  # of the loop, until everything that is due has run
 
@@ -56,9 +57,18 @@ def test_a_slow_model_wakes_its_reader_for_each_token() -> None:
 
 
 def test_a_fast_model_wakes_its_reader_for_several_tokens() -> None:
-    gap = MIN_GAP_S / 4
+    gap = MIN_GAP_S / 3
     posts = [(number * gap, None) for number in range(9)]
-    assert wake_ups(*posts, (8.5 * gap, "stop")) == [[0], [1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert wake_ups(*posts, (8.5 * gap, "stop")) == [[0], [1, 2], [3, 4, 5], [6, 7, 8, 9]]
+
+
+def test_a_model_that_decodes_faster_than_anybody_reads_wakes_its_reader_less_often() -> None:
+    gap = MIN_GAP_S / (MANY + 1)
+    times = [number * gap for number in range(26)]
+    taken = wake_ups(*((at, None) for at in times), (25.5 * gap, "stop"))
+    ends = [times[events[-1]] for events in taken[:-1]]
+    assert [len(events) for events in taken[:2]] == [1, MANY]
+    assert all(later - earlier > FAST_GAP_S - gap for earlier, later in itertools.pairwise(ends[1:]))
 
 
 def test_what_waits_is_delivered_without_another_token() -> None:
