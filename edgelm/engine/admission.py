@@ -116,6 +116,9 @@ class AdmissionQueue:
         lanes = [lane for queue in self._queues.values() for lane in queue.lanes.values()]
         return iter([*self._returned, *sorted((seq for lane in lanes for seq in lane.waiting), key=lambda s: s.id)])
 
+    def __bool__(self) -> bool:
+        return bool(self._returned) or any(queue.lanes for queue in self._queues.values())
+
     def __len__(self) -> int:
         return sum(self._open.values()) - len(self._charged) + len(self._returned)
 

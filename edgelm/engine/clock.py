@@ -99,7 +99,10 @@ class StepCosts:
         return _interpolated(self._rows, self._base, rows)
 
     def _slope_of(self, rows: int) -> float:
-        return _interpolated(sorted(self._slope), self._slope, rows) if self._slope else 0.0
+        slope = self._slope.get(rows)
+        if slope is None:
+            return _interpolated(sorted(self._slope), self._slope, rows) if self._slope else 0.0
+        return slope
 
 
 def _interpolated(points: list[int], values: dict[int, float], rows: int) -> float:

@@ -245,14 +245,12 @@ class Step:
 
     chunks: tuple[Chunk, ...]
     ops: tuple[Op, ...] = ()
+    num_tokens: int = field(init=False)
+    num_rows: int = field(init=False)
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(chunk.tokens) for chunk in self.chunks)
-
-    @property
-    def num_rows(self) -> int:
-        return sum(chunk.rows for chunk in self.chunks)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_tokens", sum([len(chunk.tokens) for chunk in self.chunks]))
+        object.__setattr__(self, "num_rows", sum([chunk.rows for chunk in self.chunks]))
 
 
 class Sampled(NamedTuple):

@@ -259,7 +259,7 @@ class Scheduler:
         It cannot while the prompt of another editor's runs: none is admitted after an unfinished prompt, and a request
         with the same beginning waits for it.
         """
-        if not self._is_full or any(seq.interactive and _missing(seq) > 1 for seq in self.running):
+        if not self._is_full or not self.waiting or any(seq.interactive and _missing(seq) > 1 for seq in self.running):
             return
         if self._overtaking(self.running) and (youngest := self._displaceable(self.running)):
             self._preempt(youngest)
@@ -283,7 +283,7 @@ class Scheduler:
         self, next_of: Callable[[list[Sequence]], Sequence | None], chunks: list[Chunk], room: _Room
     ) -> bool:
         """Admit sequences while the step, the slots and the memory have room; return as `_schedule` does."""
-        while room.admits and (head := next_of(self.running)):
+        while self.waiting and room.admits and (head := next_of(self.running)):
             if not self._kv.attach(head):
                 self._blocked = head
                 break

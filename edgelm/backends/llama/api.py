@@ -158,7 +158,14 @@ _get_logits = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(("llama_get_log
 
 def logits_view(context: Any, rows: int, num_vocab: int) -> NDArray[np.float32]:
     """Return the logits of the last decode without a copy: [rows, vocab], valid until the next decode."""
-    memory = (ctypes.c_float * (rows * num_vocab)).from_address(_get_logits(context))
+    return _view(_get_logits(context), rows, num_vocab)
+
+
+@functools.lru_cache(
+    maxsize=8
+)  # most steps have their logits in one place, and to make a view takes as long as to find a token
+def _view(address: int, rows: int, num_vocab: int) -> NDArray[np.float32]:
+    memory = (ctypes.c_float * (rows * num_vocab)).from_address(address)
     view: NDArray[np.float32] = np.ctypeslib.as_array(memory).reshape(rows, num_vocab)
     return view
 

@@ -207,8 +207,9 @@ class LlamaExecutor:
 
     def _decode(self, batch: Any, num_tokens: int) -> None:
         native_log.clear()
-        with self._pace.step(num_tokens):
-            result = L.llama_decode(self._context, batch)
+        began = self._pace.begin(num_tokens)
+        result = L.llama_decode(self._context, batch)
+        self._pace.end(num_tokens, began)
         if result == 1:
             raise EngineError("the KV cache has no room for this step", "lower the number of parallel requests")
         if result != 0:
@@ -310,11 +311,12 @@ class LlamaExecutor:
 
     def _check_batch(self, num_tokens: int, chunks: Sequence[Chunk]) -> None:
         """Assert the conditions without which llama.cpp aborts, or computes wrong logits."""
-        tokens = self._batch.token[:num_tokens]
         assert 0 < num_tokens <= self._info.max_tokens
-        assert tokens.min() >= 0
-        assert tokens.max() < self._info.num_vocab
-        assert all(chunk.start >= 0 and chunk.end <= self._info.context for chunk in chunks)
+        for chunk in chunks:
+            assert min(chunk.tokens) >= 0
+            assert max(chunk.tokens) < self._info.num_vocab
+            assert chunk.start >= 0
+            assert chunk.end <= self._info.context
 
 
 def context_params(options: LlamaOptions, num_heads: int) -> Any:

@@ -16,8 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from edgelm.backends.llama.binding import L, cpu_library
@@ -152,20 +151,20 @@ class Pace:
         """The threads of the last step."""
         return self._applied.threads
 
-    @contextmanager
-    def step(self, num_tokens: int) -> Iterator[None]:
-        """Set the threads for a step, and time it."""
+    def begin(self, num_tokens: int) -> float:
+        """Set the threads for a step; return what `end` takes."""
         if self._fixed:
-            yield
-            return
+            return 0.0
         start = self._now()
         if start - self._checked >= CHECK_S:
             self._check(start)
         decodes = num_tokens <= DECODE_TOKENS
         self._apply(self._trial.setting(num_tokens) if decodes else self._settings()[0])
-        began = self._now()
-        yield
-        if decodes:
+        return self._now()
+
+    def end(self, num_tokens: int, began: float) -> None:
+        """Take the time of a step that was computed."""
+        if not self._fixed and num_tokens <= DECODE_TOKENS:
             self._trial.took(num_tokens, self._now() - began)
 
     def _check(self, now: float) -> None:

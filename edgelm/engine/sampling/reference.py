@@ -109,6 +109,8 @@ def sample(
         best = int(row.argmax()) if len(row) else 0
         if not len(row) or row[best] == -math.inf:
             return Sampled(NOT_A_TOKEN)
+    if params.greedy and params.num_logprobs is None:
+        return Sampled(best if ids is None else int(ids[best]))
     with np.errstate(over="ignore", under="ignore"):  # the difference of two logits may underflow
         token = best if params.greedy or len(row) == 1 else _draw(row, row[best], params, position, work)
         if ids is not None:

@@ -260,9 +260,12 @@ def timings(stats: Stats) -> dict[str, float]:
     }
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
 def event(data: dict[str, Any]) -> bytes:
     """Return a server-sent event."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _encode(data).encode() + b"\n\n"
 
 
 def openai_reason(reason: AnswerReason) -> str:

@@ -59,9 +59,10 @@ class Machine:
         """Decode for some seconds; return threads and wait of each step."""
         end, start = self.clock.now + seconds, len(self.steps)
         while self.clock.now < end:
-            with pace.step(num_tokens):
-                self.clock.now += self.step_s.get((self.count, self.spin_us), 0.04)
-                self.steps.append((self.count, self.spin_us))
+            began = pace.begin(num_tokens)
+            self.clock.now += self.step_s.get((self.count, self.spin_us), 0.04)
+            self.steps.append((self.count, self.spin_us))
+            pace.end(num_tokens, began)
         return self.steps[start:]
 
     def usual(self, pace: Pace, seconds: float, num_tokens: int = 1) -> tuple[int, int]:
@@ -179,9 +180,11 @@ def test_steps_of_a_short_run_are_left_alone(monkeypatch: pytest.MonkeyPatch) ->
     machine = Machine(monkeypatch)
     pace = machine.pace()
     for num_tokens in (1, 4, 2, 8, 3) * 10:
-        with pace.step(num_tokens), pace.step(num_tokens), pace.step(num_tokens):
+        for _ in range(3):
+            began = pace.begin(num_tokens)
             assert (machine.count, machine.spin_us) == (2, SPINNING)
             machine.clock.now += 0.01
+            pace.end(num_tokens, began)
 
 
 def test_threads_that_cannot_sleep_leave_the_cores_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
