@@ -118,7 +118,7 @@ def test_a_busy_machine_has_the_fastest_setting_that_leaves_others_their_cores(
 def test_the_first_step_knows_the_load_while_the_model_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
     machine.others = 1.9
-    assert machine.run(machine.pace(), 0.04, num_tokens=64) == [(2, SLEEPING)]
+    assert machine.run(machine.pace(), 0.04, num_tokens=64) == [(1, SPINNING)]
 
 
 def test_a_setting_that_becomes_slow_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,14 +165,28 @@ def test_cores_that_no_thread_of_ours_needs_may_be_busy(monkeypatch: pytest.Monk
     assert {wait for _, wait in machine.run(machine.pace(), 2)} == {SPINNING}
 
 
-def test_prompts_use_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("cores", "others", "setting"),
+    [
+        (2, 0.0, (2, SPINNING)),
+        (2, 1.0, (1, SPINNING)),
+        (2, 2.0, (1, SPINNING)),
+        (8, 1.0, (7, SPINNING)),
+        (8, 4.0, (4, SPINNING)),
+        (8, 6.0, (8, SLEEPING)),  # a share of all the cores is more than the two that are free
+        (8, 8.0, (8, SLEEPING)),
+    ],
+)
+def test_prompts_have_no_trial(
+    cores: int, others: float, setting: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine = Machine(monkeypatch)
+    machine.num_cores = cores
     machine.step_s = {(1, SPINNING): 0.001}
-    pace = machine.pace()
-    assert set(machine.run(pace, 5, num_tokens=64)) == {(2, SPINNING)}
-    machine.others = 2.0
+    pace = machine.pace(cores)
+    machine.others = others
     machine.run(pace, 5)
-    assert set(machine.run(pace, 5, num_tokens=64)) == {(2, SLEEPING)}
+    assert set(machine.run(pace, 5, num_tokens=64)) == {setting}
 
 
 def test_steps_of_a_short_run_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
