@@ -96,7 +96,7 @@ def test_two_sequences_in_a_batch(name: str, decoders: Any) -> None:
         assert relative_error(got, expected(built(name), ids)) < F32
 
 
-@pytest.mark.parametrize("name", ["ministral3", "granite", "gemma4", "gemma4_moe", "qwen3_5"])
+@pytest.mark.parametrize("name", ["ministral3", "granite", "gemma4", "gemma4_moe", "qwen3_5", "qwen3_5_moe"])
 def test_greedy_text(name: str, folders: Any) -> None:
     """64 tokens, one after the other, are those that transformers finds the most likely."""
     session, ids = Session(decoder_of(folders(name), context=96)), text(8, 12)
@@ -113,21 +113,22 @@ def test_bfloat16(name: str, folders: Any, monkeypatch: pytest.MonkeyPatch) -> N
     session = Session(decoder_of(folders(name), torch.bfloat16), cache_dtype=torch.bfloat16)
     ids = text(LENGTH, 5)
     got = torch.cat([session.run({0: ids[:30]})[0], session.run({0: ids[30:]})[0]])
-    # In six layers with experts some tokens go elsewhere; transformers in bfloat16 is 0.062 away from itself.
-    limit = {"gemma4_moe": 3 * BF16, "qwen3_5": BF16_STATES}.get(name, BF16)
+    # With experts some tokens go elsewhere; transformers in bfloat16 is 0.062 away from itself, and of states 0.102.
+    limit = {"gemma4_moe": 3 * BF16, "qwen3_5": BF16_STATES, "qwen3_5_moe": 2 * BF16_STATES}.get(name, BF16)
     assert mean_relative_error(got, expected(built(name), ids)) < limit
 
 
-@pytest.mark.parametrize("name", ["llama3", "phi3", "qwen3_moe", "gpt_oss", "gemma4_moe"])
+@pytest.mark.parametrize("name", ["llama3", "phi3", "qwen3_moe", "gpt_oss", "gemma4_moe", "qwen3_5_moe"])
 def test_a_feed_forward_size_that_is_no_multiple_of_a_tile(name: str, tmp_path: Path) -> None:
     """Gate and up cannot alternate by tiles then: they stay two matrices."""
-    model = build(name, intermediate_size=88, **({"moe_intermediate_size": 40} if name.endswith("_moe") else {}))
+    experts = {"moe_intermediate_size": 40, "shared_expert_intermediate_size": 88} if name.endswith("_moe") else {}
+    model = build(name, intermediate_size=88, **experts)
     ids = text(20, 9)
     got = Session(decoder_of(write(model, tmp_path))).run({0: ids})[0]
     assert relative_error(got, expected(model, ids)) < F32
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma2", "qwen3_moe", "gpt_oss", "qwen3_5"])
+@pytest.mark.parametrize("name", ["llama3", "gemma2", "qwen3_moe", "gpt_oss", "qwen3_5", "qwen3_5_moe"])
 def test_padding_changes_nothing(name: str, decoders: Any) -> None:
     decoder = decoders(name)
     plain, padded = Session(decoder), Session(decoder)

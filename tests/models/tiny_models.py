@@ -70,6 +70,20 @@ LONGROPE = {
     "long_factor": [1.0 + 0.5 * i for i in range(6)],
     "original_max_position_embeddings": 128,
 }
+DELTA: dict[str, Any] = {  # the last layer attends; value heads share keys, and are as wide as no other head
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [3, 3, 2],
+        "mrope_interleaved": True,
+    },
+}
 ROUTERS = ("mlp.gate.weight", "router.weight", "router.proj.weight")
 # by name: model_type, and the values that differ from SIZES
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -103,21 +117,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     ),
-    "qwen3_5": (  # the last layer attends; value heads share keys, and are as wide as no other head
-        "qwen3_5_text",
+    "qwen3_5": ("qwen3_5_text", DELTA),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
         {
-            "num_hidden_layers": 4,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 32,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "partial_rotary_factor": 0.5,
-                "mrope_section": [3, 3, 2],
-                "mrope_interleaved": True,
-            },
+            **DELTA,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 96,
         },
     ),
     "gemma": ("gemma", {}),
@@ -191,7 +199,7 @@ def build(name: str, seed: int = 0, **changes: Any) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, tensor in model.named_parameters():
-            offset = name in ("gemma", "gemma2", "gemma3") or (name == "qwen3_5" and "linear_attn" not in key)
+            offset = name in ("gemma", "gemma2", "gemma3") or (name.startswith("qwen3_5") and "linear_attn" not in key)
             tensor.copy_(_random(key, tensor, generator, centre=0.0 if offset else 1.0))
             if name.startswith("gemma4") and key.endswith(("q_norm.weight", "k_norm.weight")):
                 tensor.mul_(0.4)  # nothing else scales the logits of attention
