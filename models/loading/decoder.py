@@ -350,7 +350,7 @@ class _Loader:
         bare = name.replace(".{e}", "").format(i=i)  # of a folder's stacked parameter
         if "{e}" not in name or bare in self._files:
             file_name = self._file_name(bare if bare in self._files else f"{bare}.weight")
-            return Stack(self._converted(self._source.matrix(file_name, self._device)), self._optional_bias(name, i))
+            return Stack(self._converted(self._source.matrix(file_name, self._device)), self._plain(f"{bare}.bias"))
         file_names = [self._file_name(f"{name.format(i=i, e=e)}.weight") for e in range(experts.count)]
         return Stack(self._converted(self._source.stack(file_names, self._device)))
 

@@ -28,6 +28,7 @@ from tests.models.tiny_models import (
     expected,
     mean_relative_error,
     relative_error,
+    stacked_experts,
     text,
     write,
 )
@@ -229,6 +230,8 @@ def test_old_and_new_names_of_the_same_settings(folders: Any) -> None:
         ("ministral3", "mistral3", "language_model."),
         ("mistral", "mistral3", "model.language_model."),
         ("gemma4", "gemma4", "model.language_model."),
+        ("qwen3_5", "qwen3_5", "model.language_model."),
+        ("qwen3_5_moe", "qwen3_5_moe", "model.language_model."),
     ],
 )
 def test_a_language_model_inside_a_larger_one(name: str, outer: str, prefix: str, folders: Any, tmp_path: Path) -> None:
@@ -243,6 +246,18 @@ def test_a_language_model_inside_a_larger_one(name: str, outer: str, prefix: str
     ids = text(20, 7)
     got = Session(decoder_of(tmp_path)).run({0: ids})[0]
     assert relative_error(got, expected(built(name), ids)) < F32
+
+
+def test_stacked_experts(folders: Any, tmp_path: Path) -> None:
+    """All experts of a layer in two tensors, as the files of Qwen 3.5 have them."""
+    tensors = load_file(folders("qwen3_5_moe") / "model.safetensors")
+    stacked = stacked_experts(tensors)
+    assert len(stacked) < len(tensors)
+    save_file(stacked, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folders("qwen3_5_moe") / "config.json").read_text())
+    ids = text(20, 7)
+    got = Session(decoder_of(tmp_path)).run({0: ids})[0]
+    assert relative_error(got, expected(built("qwen3_5_moe"), ids)) < F32
 
 
 def changed(folder: Path, source: Path, *, tensors: dict[str, Any] | None = None, **config: Any) -> Path:

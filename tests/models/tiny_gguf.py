@@ -73,13 +73,21 @@ DELTA_NAMES = {
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
-    "linear_attn.in_proj_qkv": "attn_qkv",
-    "linear_attn.in_proj_z": "attn_gate",
-    "linear_attn.in_proj_b": "ssm_beta",
-    "linear_attn.in_proj_a": "ssm_alpha",
-    "linear_attn.conv1d": "ssm_conv1d",
-    "linear_attn.norm": "ssm_norm",
-    "linear_attn.out_proj": "ssm_out",
+    "in_proj_qkv": "attn_qkv",
+    "in_proj_z": "attn_gate",
+    "in_proj_b": "ssm_beta",
+    "in_proj_a": "ssm_alpha",
+    "A_log": "ssm_a",
+    "dt_bias": "ssm_dt.bias",
+    "conv1d": "ssm_conv1d",
+    "norm": "ssm_norm",
+    "out_proj": "ssm_out",
+}
+WHOLE_NAMES = {"router.per_expert_scale": "ffn_down_exps.scale", "self_attn.sinks": "attn_sinks.weight"}
+OWN_NAMES = {
+    **dict.fromkeys(("gemma2", "gemma3_text", "gemma4_text"), GEMMA_NAMES),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), DELTA_NAMES),
+    "gpt_oss": {"post_attention_layernorm": "post_attention_norm"},
 }
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
@@ -230,13 +238,8 @@ def _write_rope(writer: GGUFWriter, config: Any, head_dim: int) -> None:
 def _tensors(model: Any, *, in_place: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor by its name in a GGUF; `in_place`: as a view of the model's, without permuting rows."""
     config = model.config
-    delta = config.model_type.startswith("qwen3_5")
-    offset = delta or (config.model_type.startswith("gemma") and config.model_type != "gemma4_text")
-    names = NAMES | DELTA_NAMES if delta else NAMES
-    if config.model_type in ("gemma2", "gemma3_text", "gemma4_text"):
-        names = NAMES | GEMMA_NAMES
-    if config.model_type == "gpt_oss":
-        names = NAMES | {"post_attention_layernorm": "post_attention_norm"}
+    offset = config.model_type.startswith(("qwen3_5", "gemma")) and config.model_type != "gemma4_text"
+    names = NAMES | OWN_NAMES.get(config.model_type, {})
     for name, parameter in model.named_parameters():
         tensor = parameter.detach()
         match = LAYER.fullmatch(name)
@@ -244,23 +247,15 @@ def _tensors(model: Any, *, in_place: bool = False) -> Iterator[tuple[str, Tenso
         if rest.startswith(("mlp.experts.", "experts.")):
             yield from _experts(block, rest.removeprefix("mlp.").removeprefix("experts."), tensor, config)
             continue
-        if rest == "router.per_expert_scale":
-            yield f"{block}ffn_down_exps.scale", tensor
+        if rest in WHOLE_NAMES:
+            yield block + WHOLE_NAMES[rest], tensor
             continue
-        if rest == "self_attn.sinks":
-            yield f"{block}attn_sinks.weight", tensor
-            continue
-        if rest == "linear_attn.A_log":
-            yield f"{block}ssm_a", tiled(-tensor.exp(), config)
-            continue
-        if rest == "linear_attn.dt_bias":
-            yield f"{block}ssm_dt.bias", tiled(tensor, config)
+        if rest.startswith("linear_attn."):
+            yield _delta_tensor(block, rest.removeprefix("linear_attn."), tensor, config)
             continue
         base, suffix = rest.rsplit(".", 1)
-        if offset and base.endswith("norm") and base != "linear_attn.norm" and not in_place:
+        if offset and base.endswith("norm") and not in_place:
             tensor = tensor + 1
-        if base.startswith("linear_attn.") and base != "linear_attn.norm" and not in_place:
-            tensor = _of_value_heads(base, tensor, config)
         if base == "mlp.shared_expert_gate":
             tensor = tensor[0]
         if not in_place and ARCHITECTURES[config.model_type] in ("llama", "smollm3", "mistral3", "granite"):
@@ -274,14 +269,17 @@ def _tensors(model: Any, *, in_place: bool = False) -> Iterator[tuple[str, Tenso
         yield from _rope_tensors(config)
 
 
-def _of_value_heads(base: str, tensor: Tensor, config: Any) -> Tensor:
-    """Return a matrix of a gated delta net with its value heads in llama.cpp's order."""
-    if base == "linear_attn.out_proj":
-        return tiled(tensor.T, config).T
-    if base not in ("linear_attn.in_proj_qkv", "linear_attn.conv1d"):
-        return tiled(tensor, config)
-    keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
-    return torch.cat([tensor[:keys], tiled(tensor[keys:], config)]).squeeze(1)
+def _delta_tensor(block: str, rest: str, tensor: Tensor, config: Any) -> tuple[str, Tensor]:
+    """Return a tensor of a gated delta net, with its value heads in llama.cpp's order."""
+    base = rest.removesuffix(".weight")
+    name = block + DELTA_NAMES[base] + ("" if base in ("A_log", "dt_bias") else ".weight")
+    if base == "norm":
+        return name, tensor
+    if base == "out_proj":
+        return name, tiled(tensor.T, config).T
+    keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim if base in ("in_proj_qkv", "conv1d") else 0
+    values = -tensor.exp() if base == "A_log" else tensor.squeeze(1) if base == "conv1d" else tensor
+    return name, torch.cat([values[:keys], tiled(values[keys:], config)])
 
 
 def tiled(rows: Tensor, config: Any) -> Tensor:

@@ -7,6 +7,7 @@ attention, norms, biases, sinks and soft caps all show in the logits.
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -84,6 +85,7 @@ DELTA: dict[str, Any] = {  # the last layer attends; value heads share keys, and
         "mrope_interleaved": True,
     },
 }
+EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
 ROUTERS = ("mlp.gate.weight", "router.weight", "router.proj.weight")
 # by name: model_type, and the values that differ from SIZES
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -235,6 +237,20 @@ def write(model: Any, folder: Path) -> Path:
     """Save a model as users have it: safetensors and config.json."""
     model.save_pretrained(folder)
     return folder
+
+
+def stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a folder with all experts of a layer in two of them."""
+    apart = {name: match for name in tensors if (match := EXPERT.fullmatch(name))}
+    stacks = {name: tensor for name, tensor in tensors.items() if name not in apart}
+    for stem in sorted({match[1] for match in apart.values()}):
+        count = sum(match[1] == stem and match[3] == "down" for match in apart.values())
+        gate, up, down = (
+            torch.stack([tensors[f"{stem}{e}.{part}_proj.weight"] for e in range(count)])
+            for part in ("gate", "up", "down")
+        )
+        stacks |= {f"{stem}gate_up_proj": torch.cat([gate, up], 1), f"{stem}down_proj": down}
+    return stacks
 
 
 def expected(model: Any, ids: list[int]) -> Tensor:
