@@ -271,7 +271,9 @@ FAMILIES = (
             router_scale="model.layers.{i}.router.scale",
             expert_scale="model.layers.{i}.router.per_expert_scale",
             expert_gate_then_up="model.layers.{i}.experts.gate_up_proj",
-            expert_down="model.layers.{i}.experts.down_proj",
+            expert_gate="model.layers.{i}.experts.{e}.gate_proj",  # of quantized folders
+            expert_up="model.layers.{i}.experts.{e}.up_proj",
+            expert_down="model.layers.{i}.experts.{e}.down_proj",
         ),
     ),
     Family(

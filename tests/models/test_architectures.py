@@ -36,7 +36,9 @@ from tests.models.tiny_models import (
 OMITTED = "omitted"  # stands for a key that is not in the file
 LENGTH = 41  # more than one block and more than three windows
 F32, F16, BF16 = 1e-4, 2e-3, 2e-2
-BF16_STATES = 5e-2  # states carry each rounding on; transformers is off by as much
+# States carry each rounding on, and with experts some tokens go elsewhere: transformers in bfloat16 is 0.062
+# (gemma4_moe) and 0.102 (qwen3_5_moe) away from itself.
+LIMITS = {"gemma4_moe": 6e-2, "qwen3_5": 5e-2, "qwen3_5_moe": 0.1}  # of bfloat16, in place of BF16
 
 
 def decoder_of(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
@@ -114,9 +116,7 @@ def test_bfloat16(name: str, folders: Any, monkeypatch: pytest.MonkeyPatch) -> N
     session = Session(decoder_of(folders(name), torch.bfloat16), cache_dtype=torch.bfloat16)
     ids = text(LENGTH, 5)
     got = torch.cat([session.run({0: ids[:30]})[0], session.run({0: ids[30:]})[0]])
-    # With experts some tokens go elsewhere; transformers in bfloat16 is 0.062 away from itself, and of states 0.102.
-    limit = {"gemma4_moe": 3 * BF16, "qwen3_5": BF16_STATES, "qwen3_5_moe": 2 * BF16_STATES}.get(name, BF16)
-    assert mean_relative_error(got, expected(built(name), ids)) < limit
+    assert mean_relative_error(got, expected(built(name), ids)) < LIMITS.get(name, BF16)
 
 
 @pytest.mark.parametrize("name", ["llama3", "phi3", "qwen3_moe", "gpt_oss", "gemma4_moe", "qwen3_5_moe"])

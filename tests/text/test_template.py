@@ -334,7 +334,7 @@ def test_an_effort_that_a_template_refuses_becomes_the_nearest(effort: str | Non
 def test_a_refusal_for_another_reason_is_the_templates_own() -> None:
     template = ChatTemplate("{{ raise_exception('only ' ~ reasoning_effort) }}")
     for effort in ("high", "17", ["high"]):
-        with pytest.raises(RefusedError, match="only (high|17|..high..)"):
+        with pytest.raises(RefusedError, match=r"only (high|17|.+high.+)"):
             template.render([], reasoning_effort=effort)
 
 

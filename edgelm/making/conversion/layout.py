@@ -295,7 +295,7 @@ class _Planner:
         yield from self._linear(ours.router, theirs.router, i, count, width)
         yield self._vector(ours.router_scale.format(i=i), theirs.router_scale.format(i=i), width)
         yield self._vector(ours.expert_scale.format(i=i), theirs.expert_scale.format(i=i), count)
-        gate_up, down = ours.expert_gate_then_up.format(i=i), ours.expert_down.format(i=i)
+        gate_up, down = ours.expert_gate_then_up.format(i=i), ours.expert_down.replace(".{e}", "").format(i=i)
         inner = self._shape(down)[-1]
         for our, their, shape in (
             (gate_up, theirs.expert_gate_then_up.format(i=i), (count, 2 * inner, width)),
