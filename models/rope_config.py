@@ -105,7 +105,12 @@ def folder_rope(values: Values, head_dim: int, context: int, *, local: bool, sec
     if rope.get("mrope_section") is not None and not sections:
         raise ModelError("positions of images (mrope) are not supported")
     found = _stretched(rope, values, head_dim, context)
-    return replace(found, sections=tuple(map(int, rope.positive_numbers("mrope_section")))) if sections else found
+    if not sections:
+        return found
+    own = tuple(map(int, rope.positive_numbers("mrope_section")))
+    if len(own) not in (0, 3):
+        raise values.damaged(f"mrope_section has {len(own)} numbers, but must have 3")
+    return replace(found, sections=own)
 
 
 def _stretched(rope: Values, values: Values, head_dim: int, context: int) -> RopeConfig:

@@ -151,6 +151,9 @@ def _delta_refusals(config: ModelConfig) -> Iterator[str]:
         yield "its layers that attend are not evenly spaced"
     if any(delta and delta.key_dim != delta.value_dim for delta in deltas):
         yield "the keys and values of its linear attention differ in size"
+    rope = global_rope(config)
+    if rope and not all(pair < 3 * _sections(rope)[pair % 3] for pair in range(rope.dim // 2)):
+        yield f"its positions of pictures ({_sections(rope)}) leave pairs of {rope.dim} numbers unturned there"
 
 
 def _write_description(writer: GGUFWriter, layout: Layout, about: Description) -> None:
@@ -232,8 +235,12 @@ def _write_rope(writer: GGUFWriter, config: ModelConfig) -> None:
     if target_family(config).gguf == "gemma4" and local is not None:
         writer.add_rope_dimension_count_swa(local.dim)
     if target_family(config).delta:
-        writer.add_rope_dimension_sections([*(rope.sections or MROPE_SECTIONS), 0])
+        writer.add_rope_dimension_sections([*_sections(rope), 0])
     _write_scaling(writer, rope, temperature=target_family(config).temperature)
+
+
+def _sections(rope: RopeConfig) -> tuple[int, ...]:
+    return rope.sections or MROPE_SECTIONS
 
 
 def _write_scaling(writer: GGUFWriter, rope: RopeConfig, *, temperature: bool) -> None:

@@ -20,9 +20,10 @@ from tests.making.conversion.folders import LLAMA_CPP, VOCAB, folder_of, write_t
 from tests.models.test_gguf_models import F32, GELU, llama_logits
 from tests.models.test_quantized_models import as_mxfp4
 from tests.models.tiny_gguf import write_gguf
-from tests.models.tiny_models import WINDOW, build, expected, relative_error, stacked_experts, text, write
+from tests.models.tiny_models import DELTA, WINDOW, build, expected, relative_error, stacked_experts, text, write
 
 LENGTH = 33
+ROPE = DELTA["rope_parameters"]
 
 
 def tensors_of(path: Path) -> dict[str, NDArray[Any]]:
@@ -179,6 +180,7 @@ def test_a_name_that_llama_cpp_takes_for_another_vocabulary(tmp_path: Path) -> N
         ("llama2", {"hidden_act": "gelu"}, "its activation is gelu"),
         ("smollm3", {"no_rope_layer_interval": 2}, "do not rotate"),
         ("qwen3_5", {"linear_key_head_dim": 16}, "keys and values of its linear attention differ"),
+        ("qwen3_5", {"rope_parameters": {**ROPE, "mrope_section": [4, 2, 2]}}, "leave pairs of 16 numbers unturned"),
         ("qwen3_5", {"layer_types": ["full_attention", "linear_attention"] * 2}, "are not evenly spaced"),
     ],
 )
