@@ -12,6 +12,7 @@ Each bracket is one kernel if a step has few rows: matmul fuses the sum and the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,6 +36,8 @@ from edgelm.kernels.rope import Rope
 from edgelm.kernels.write_kv import write_kv
 from edgelm.models.config import ModelConfig
 from edgelm.models.moe import Experts, mixture
+
+GATED_NUMBERS = 256  # of a row, by one program of a kernel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +129,20 @@ class DenseAndExperts:
         return self.dense.norm
 
 
-Feed = FeedForward | Experts | DenseAndExperts
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class SharedAndExperts:
+    """Experts, and one that all tokens use, with a gate for its whole result. All read one norm."""
+
+    shared: FeedForward
+    experts: Experts
+    gate: Weight  # [1, hidden_size]
+
+    @property
+    def norm(self) -> Norm:
+        return self.experts.norm
+
+
+Feed = FeedForward | Experts | DenseAndExperts | SharedAndExperts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -345,6 +361,8 @@ class Decoder:
     def _feed(self, layer: Feed, stream: Stream, next_norm: NextNorm) -> Stream:
         if isinstance(layer, DenseAndExperts):
             return self._feed_both(layer, stream, next_norm)
+        if isinstance(layer, SharedAndExperts):
+            return self._feed_shared(layer, stream, next_norm)
         if isinstance(layer, Experts):
             assert stream.lengths is None, "experts are routed by rows of length 1"
             x = self._normed(stream, self.dtype)
@@ -375,6 +393,16 @@ class Decoder:
             both, residual, norm.weight, norm.eps, scale=layer.dense.scale, out_dtype=self.dtype, implementation=ops
         )
         return Stream(residual, norm, normed)
+
+    def _feed_shared(self, layer: SharedAndExperts, stream: Stream, next_norm: NextNorm) -> Stream:
+        assert stream.lengths is None, "experts are routed by rows of length 1"
+        x, ops = self._normed(stream, self.dtype), self.implementation
+        inner = self._inner(layer.shared, stream._replace(x=x))
+        gate = matmul(x, layer.gate, out_dtype=torch.float32, implementation=ops)  # [tokens, 1]
+        parts = inner.unflatten(1, (-1, math.gcd(inner.shape[1], GATED_NUMBERS)))
+        inner = gate_heads(parts, gate.unsqueeze(2), out_dtype=self.dtype, implementation=ops).flatten(1)
+        residual = self._linear(inner, layer.shared.down, residual=stream.residual)
+        return Stream(mixture(x, layer.experts, self.config.gate, residual, ops), next_norm.norm)
 
     def _joined(
         self,

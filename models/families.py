@@ -67,6 +67,7 @@ class Names:
     router_scale: str = ""  # of the router's normalized input, [hidden_size]
     expert_scale: str = ""  # of each expert's result
     expert_gate_then_up: str = ""  # rows of gate, then rows of up; all experts are one tensor
+    shared_gate: str = ""  # [1, hidden_size], of an expert that all tokens use; its matrices are gate, up and down
 
 
 GGUF_NAMES = Names(
@@ -157,6 +158,33 @@ GEMMA_FOLDER = replace(
     feed_post_norm="model.layers.{i}.post_feedforward_layernorm",
 )
 
+DELTA_GGUF = replace(
+    GGUF_NAMES,
+    feed_norm="blk.{i}.post_attention_norm",
+    attention_post_norm="",
+    delta_qkv="blk.{i}.attn_qkv",
+    delta_z="blk.{i}.attn_gate",
+    delta_beta="blk.{i}.ssm_beta",
+    delta_alpha="blk.{i}.ssm_alpha",
+    delta_conv="blk.{i}.ssm_conv1d.weight",
+    delta_decay="blk.{i}.ssm_a",
+    delta_bias="blk.{i}.ssm_dt.bias",
+    delta_norm="blk.{i}.ssm_norm",
+    delta_out="blk.{i}.ssm_out",
+)
+DELTA_FOLDER = replace(
+    FOLDER_NAMES,
+    delta_qkv="model.layers.{i}.linear_attn.in_proj_qkv",
+    delta_z="model.layers.{i}.linear_attn.in_proj_z",
+    delta_beta="model.layers.{i}.linear_attn.in_proj_b",
+    delta_alpha="model.layers.{i}.linear_attn.in_proj_a",
+    delta_conv="model.layers.{i}.linear_attn.conv1d.weight",
+    delta_decay="model.layers.{i}.linear_attn.A_log",
+    delta_bias="model.layers.{i}.linear_attn.dt_bias",
+    delta_norm="model.layers.{i}.linear_attn.norm",
+    delta_out="model.layers.{i}.linear_attn.out_proj",
+)
+
 FAMILIES = (
     Family(name="Llama", gguf="llama", folder=("llama",), gguf_interleaved=True),
     Family(name="Mistral", gguf="", folder=("mistral", "mistral3")),  # a GGUF says "llama"
@@ -243,7 +271,9 @@ FAMILIES = (
             router_scale="model.layers.{i}.router.scale",
             expert_scale="model.layers.{i}.router.per_expert_scale",
             expert_gate_then_up="model.layers.{i}.experts.gate_up_proj",
-            expert_down="model.layers.{i}.experts.down_proj",
+            expert_gate="model.layers.{i}.experts.{e}.gate_proj",  # of quantized folders
+            expert_up="model.layers.{i}.experts.{e}.up_proj",
+            expert_down="model.layers.{i}.experts.{e}.down_proj",
         ),
     ),
     Family(
@@ -253,31 +283,32 @@ FAMILIES = (
         qk_norm=True,
         norm_offset=1.0,
         delta=True,
+        gguf_names=DELTA_GGUF,
+        folder_names=DELTA_FOLDER,
+    ),
+    Family(
+        name="Qwen3.5-MoE",
+        gguf="qwen35moe",
+        folder=("qwen3_5_moe_text", "qwen3_5_moe"),
+        qk_norm=True,
+        norm_offset=1.0,
+        delta=True,
         gguf_names=replace(
-            GGUF_NAMES,
-            feed_norm="blk.{i}.post_attention_norm",
-            attention_post_norm="",
-            delta_qkv="blk.{i}.attn_qkv",
-            delta_z="blk.{i}.attn_gate",
-            delta_beta="blk.{i}.ssm_beta",
-            delta_alpha="blk.{i}.ssm_alpha",
-            delta_conv="blk.{i}.ssm_conv1d.weight",
-            delta_decay="blk.{i}.ssm_a",
-            delta_bias="blk.{i}.ssm_dt.bias",
-            delta_norm="blk.{i}.ssm_norm",
-            delta_out="blk.{i}.ssm_out",
+            DELTA_GGUF,
+            gate="blk.{i}.ffn_gate_shexp",
+            up="blk.{i}.ffn_up_shexp",
+            down="blk.{i}.ffn_down_shexp",
+            shared_gate="blk.{i}.ffn_gate_inp_shexp",
+            expert_gate_then_up="blk.{i}.ffn_gate_up_exps.weight",
         ),
         folder_names=replace(
-            FOLDER_NAMES,
-            delta_qkv="model.layers.{i}.linear_attn.in_proj_qkv",
-            delta_z="model.layers.{i}.linear_attn.in_proj_z",
-            delta_beta="model.layers.{i}.linear_attn.in_proj_b",
-            delta_alpha="model.layers.{i}.linear_attn.in_proj_a",
-            delta_conv="model.layers.{i}.linear_attn.conv1d.weight",
-            delta_decay="model.layers.{i}.linear_attn.A_log",
-            delta_bias="model.layers.{i}.linear_attn.dt_bias",
-            delta_norm="model.layers.{i}.linear_attn.norm",
-            delta_out="model.layers.{i}.linear_attn.out_proj",
+            DELTA_FOLDER,
+            gate_up="",
+            gate="model.layers.{i}.mlp.shared_expert.gate_proj",
+            up="model.layers.{i}.mlp.shared_expert.up_proj",
+            down="model.layers.{i}.mlp.shared_expert.down_proj",
+            shared_gate="model.layers.{i}.mlp.shared_expert_gate",
+            expert_gate_then_up="model.layers.{i}.mlp.experts.gate_up_proj",
         ),
     ),
     Family(name="Phi-3", gguf="phi3", folder=("phi3",), gguf_names=replace(GGUF_NAMES, gate_up="blk.{i}.ffn_up")),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from edgelm.base.errors import ModelError
@@ -50,6 +50,7 @@ class RopeConfig:
     divisors: tuple[float, ...] = ()  # of the frequencies, given in the file instead of a formula
     undivided: bool = False  # the divisors that a GGUF has as a tensor are not for it
     long_divisors: tuple[float, ...] = ()  # longrope: used instead if the context is longer than the original one
+    sections: tuple[int, ...] = ()  # pairs that turn by each number of a picture's position; of text all are equal
     temperature: float = 0.0  # queries beyond the original context grow by it times a logarithm (Llama 4)
 
 
@@ -103,7 +104,13 @@ def folder_rope(values: Values, head_dim: int, context: int, *, local: bool, sec
     rope = Values(parameters, values.source, defaults={"rope_theta": theta})
     if rope.get("mrope_section") is not None and not sections:
         raise ModelError("positions of images (mrope) are not supported")
-    return _stretched(rope, values, head_dim, context)
+    found = _stretched(rope, values, head_dim, context)
+    if not sections:
+        return found
+    own = tuple(map(int, rope.positive_numbers("mrope_section")))
+    if len(own) not in (0, 3):
+        raise values.damaged(f"mrope_section has {len(own)} numbers, but must have 3")
+    return replace(found, sections=own)
 
 
 def _stretched(rope: Values, values: Values, head_dim: int, context: int) -> RopeConfig:

@@ -223,7 +223,7 @@ def _qwen35(writer: GGUFWriter, *, heads: bool) -> dict[str, tuple[int, ...]]:
     writer.add_ssm_time_step_rank(DELTA_HEADS)
     writer.add_ssm_group_count(DELTA_GROUPS)
     writer.add_uint32(f"{writer.arch}.full_attention_interval", interval)
-    writer.add_rope_dimension_sections([8, 4, 4, 0])
+    writer.add_rope_dimension_sections([6, 5, 5, 0])  # they alternate; a pair of none of them would not turn
     _attention(writer, KV_HEADS)
     conv = 2 * DELTA_GROUPS * DELTA_HEAD + inner
     tensors: dict[str, tuple[int, ...]] = {}

@@ -72,6 +72,7 @@ QWEN_3_5 = {
     "linear_num_value_heads": 32,
     "max_position_embeddings": 32_768,
 }
+QWEN_3_5_MOE = {**QWEN_3_5, "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8}
 GEMMA_4_EVERY = 6  # layers, of which the last has no window
 GEMMA_4 = {
     "num_attention_heads": 8,
@@ -167,6 +168,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "qwen3_5": QWEN_3_5,
     "qwen3_5_text": QWEN_3_5,
+    "qwen3_5_moe": QWEN_3_5_MOE,
+    "qwen3_5_moe_text": QWEN_3_5_MOE,
     "gemma": {
         "num_attention_heads": 16,
         "num_key_value_heads": 16,

@@ -25,7 +25,7 @@ FIELD = "tokenizer.ggml."
 # does not say so; llama.cpp has the same list.
 STRIPS = ("phi-3", "phi3")
 KEEPS_SPACE = frozenset({"<unk>", "<s>", "<|endoftext|>"})
-COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen"})  # the text is normalized to NFC
+COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen", "qwen35"})  # the text is normalized to NFC
 
 
 def gguf_tokenizer(fields: Mapping[str, Any]) -> FastTokenizer:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -75,6 +76,7 @@ PLAIN = (
 {%- endif %}"""
 )
 
+EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")  # of reasoning, as the APIs name them
 _MARKUP = re.compile(r"[<\[{|].*[>\]}|]", re.DOTALL)
 # Errors that the code of a template can raise: jinja2 is a small Python. Others end the worker.
 _FAILURES = (
@@ -184,18 +186,21 @@ class ChatTemplate:
     ) -> str:
         """Return the text of a conversation. Other keywords, such as `enable_thinking`, go to the template.
 
-        Raises RefusedError with the template's own message, TemplateFailedError, TooLongError; ModelError for a
-        template that is broken or does something forbidden.
+        For a `reasoning_effort` that the template refuses, it gets the nearest one that it takes. Raises RefusedError
+        with the template's own message, TemplateFailedError, TooLongError; ModelError for a template that is broken or
+        does something forbidden.
         """
-        names = {
-            "documents": None,
-            **_copied(kwargs),
-            "messages": _copied(messages),
-            "tools": _copied(tools),
-            "add_generation_prompt": add_generation_prompt,
-            "bos_token": self.bos,
-            "eos_token": self.eos,
-        }
+        turns = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        try:
+            return self._rendered({**kwargs, **turns}, max_bytes)
+        except RefusedError:
+            for effort in _nearest(kwargs.get("reasoning_effort")):
+                with suppress(RefusedError):
+                    return self._rendered({**kwargs, **turns, "reasoning_effort": effort}, max_bytes)
+            raise
+
+    def _rendered(self, given: dict[str, Any], max_bytes: int | None) -> str:
+        names = {"documents": None, **_copied(given), "bos_token": self.bos, "eos_token": self.eos}
         try:
             return "".join(_bounded(self._compiled.generate(names), max_bytes))
         except _RefusalError as error:
@@ -228,6 +233,14 @@ class ChatTemplate:
     def _spellings(strings: Iterable[str]) -> set[str]:
         """Return the strings in all spellings of the same token: SPM vocabularies write a space as U+2581."""
         return {spelling for text in strings for spelling in (text, text.replace("\u2581", " "))}
+
+
+def _nearest(effort: object) -> list[str]:
+    """Return the other efforts, the nearest first, and of two the higher one."""
+    if effort not in EFFORTS:
+        return []
+    at = EFFORTS.index(str(effort))
+    return sorted(EFFORTS[at + 1 :] + EFFORTS[:at], key=lambda other: abs(EFFORTS.index(other) - at))
 
 
 def _can_write(text: str, tokenizer: Tokenizer) -> bool:

@@ -16,7 +16,7 @@ OPTIONS = {"enable_fp_fusion": True}  # explicit, since Triton's default is abou
 @triton.jit
 def gate_heads_kernel(
     x_ptr,  # [rows, heads, D], strides x_row and x_head
-    gate_ptr,  # the same shape
+    gate_ptr,  # the same shape, or one number for a row
     norm_ptr,  # float32 [D]; None: no norm
     out_ptr,  # [rows, heads, D]
     x_row,
@@ -27,6 +27,7 @@ def gate_heads_kernel(
     eps,
     D: tl.constexpr,
     P: tl.constexpr,  # a power of two, at least D
+    ONE: tl.constexpr,  # the gate is one number for a row
     launch_pdl: tl.constexpr = False,
 ):
     """Gate one head of one row. Grid: rows, heads."""
@@ -36,7 +37,10 @@ def gate_heads_kernel(
     at = tl.arange(0, P)
     inside = at < D
     x = tl.load(x_ptr + row * x_row + head * x_head + at, inside, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + row * gate_row + head * gate_head + at, inside, other=0.0).to(tl.float32)
+    if ONE:
+        gate = tl.load(gate_ptr + row * gate_row).to(tl.float32)
+    else:
+        gate = tl.load(gate_ptr + row * gate_row + head * gate_head + at, inside, other=0.0).to(tl.float32)
     y = x * sigmoid(gate)
     if norm_ptr is not None:
         scale = 1.0 / tl.sqrt_rn(tl.sum(x * x) / D + eps)
@@ -62,6 +66,7 @@ def gate_heads(x: Tensor, gate: Tensor, norm: Tensor | None, eps: float, out_dty
             eps,
             D=head_dim,
             P=triton.next_power_of_2(head_dim),
+            ONE=gate.shape != x.shape,
             num_warps=1,
             **OPTIONS,
             launch_pdl=uses_pdl(),

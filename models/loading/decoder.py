@@ -31,6 +31,7 @@ from edgelm.models.decoder import (
     FeedForward,
     Layer,
     Linear,
+    SharedAndExperts,
     Weights,
 )
 from edgelm.models.families import LAYER, UNUSED, decoder_name
@@ -119,6 +120,11 @@ class _Loader:
         names = self._names
         if not layer.sparse:
             return self.feed_forward(i, names.feed_post_norm)
+        if names.shared_gate:
+            gate = self._shared_gate(names.shared_gate.format(i=i) + ".weight")
+            return SharedAndExperts(
+                shared=self.feed_forward(i, ""), experts=self.experts(i, names.feed_norm), gate=gate
+            )
         if not self._config.family.dense_beside_experts:
             return self.experts(i, names.feed_norm)
         hidden_size = self._config.hidden_size
@@ -341,12 +347,20 @@ class _Loader:
     def _expert_stack(self, name: str, i: int) -> Stack:
         experts = self._config.experts
         assert experts is not None
-        if "{e}" not in name:
-            bare = name.format(i=i)  # of a folder's stacked parameter
+        bare = name.replace(".{e}", "").format(i=i)  # of a folder's stacked parameter
+        if "{e}" not in name or bare in self._files:
             file_name = self._file_name(bare if bare in self._files else f"{bare}.weight")
-            return Stack(self._converted(self._source.matrix(file_name, self._device)), self._optional_bias(name, i))
+            return Stack(self._converted(self._source.matrix(file_name, self._device)), self._plain(f"{bare}.bias"))
         file_names = [self._file_name(f"{name.format(i=i, e=e)}.weight") for e in range(experts.count)]
         return Stack(self._converted(self._source.stack(file_names, self._device)))
+
+    def _shared_gate(self, name: str) -> Weight:
+        """Load a matrix of one row, which a GGUF has as a vector. It stays exact."""
+        width = self._config.hidden_size
+        row = self._source.vector(self._file_name(name), self._device)
+        if row.shape not in ((width,), (1, width)):
+            raise _wrong_shape(name, tuple(row.shape), f"1 x {width}")
+        return self._converted(DenseWeight(row.view(1, width)))
 
     def _fused_experts(self, i: int) -> tuple[tuple[Stack, ...], Stack]:
         """Load experts whose matrices are [columns, rows], with alternating rows of gate and up (gpt-oss)."""

@@ -222,6 +222,8 @@ class FolderSource(WeightSource):
         sizes = self.shape(name)
         main = self._main[name]
         if is_packed(self._folder, main):
+            if len(sizes) == 3 and not transposed:
+                raise self._error(name, "has the quantized experts of a layer in one; one by one they can be loaded")
             if transposed != (len(sizes) == 3):
                 raise self._error(name, "is quantized along its other dimension")
             return packed_matrices(self._folder, name, main, self._quantization)

@@ -110,3 +110,13 @@ def test_gates_of_heads(norm: bool, implementation: str, generator: Generator) -
     if weight is not None:
         want = want * exact_gate * weight / (exact_x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     assert float((got - want).abs().max()) < 3e-6 * float(want.abs().max())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_one_gate_of_a_row(implementation: str, generator: Generator) -> None:
+    """The gate of an expert that all tokens use: the row's width is no power of two."""
+    x = torch.randn(5, 3, 32, generator=generator)
+    gate = 3 * torch.randn(5, 2, generator=generator)[:, 1:, None]
+    got = gate_heads(x, gate, out_dtype=torch.float32, implementation=implementation)
+    want = x.double() * torch.sigmoid(gate.double())
+    assert float((got - want).abs().max()) < 3e-6 * float(want.abs().max())

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
-from edgelm.base.errors import ModelError
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.safetensors import open_safetensors
 from edgelm.kernels.layout import DenseWeight, PackedWeight
-from edgelm.making.conversion.convert import open_source
 from edgelm.models.config import read_config
 from edgelm.models.decoder import DeltaNet
 from edgelm.models.loading.decoder import load, unreadable_reason
@@ -22,7 +19,7 @@ from tests.models.tiny_models import Session, built, relative_error, write
 from tests.odd_models import write_odd
 
 LENGTH = 41
-LLAMA = 1e-3  # it multiplies in another order, and states carry each difference on
+LLAMA = 1e-4
 
 
 @pytest.mark.parametrize("heads", [None, 1.0])
@@ -55,9 +52,3 @@ def test_int4_leaves_the_rates_exact(tmp_path: Path) -> None:
 def test_a_missing_tensor_is_told(tmp_path: Path) -> None:
     with open_gguf(write_odd(tmp_path / "model.gguf", "qwen35", drop="blk.1.ssm_alpha")) as gguf:
         assert unreadable_reason(gguf, gguf.metadata) == "the model has no tensor blk.1.ssm_alpha.weight"
-
-
-def test_its_folder_cannot_be_converted(tmp_path: Path) -> None:
-    write(built("qwen3_5"), tmp_path)
-    with ExitStack() as resources, pytest.raises(ModelError, match=r"models of Qwen3\.5 cannot be converted"):
-        open_source(tmp_path, "f16", resources)

@@ -58,6 +58,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3": {"query_pre_attn_scalar": 32},
     "gemma4": {},
     "gemma4_moe": {},
+    "qwen3_5": {"linear_key_head_dim": 32},
+    "qwen3_5_moe": {"linear_key_head_dim": 32},
     "phi3": {
         "sliding_window": None,
         "max_position_embeddings": 512,

@@ -20,7 +20,15 @@ from edgelm.checkpoints.folder import folder_summary
 from edgelm.checkpoints.safetensors import open_safetensors
 from tests.models.loading.packers import awq, gptq, named, pack_quantized
 from tests.models.test_architectures import BF16, F32, LENGTH, decoder_of
-from tests.models.tiny_models import Session, built, expected, mean_relative_error, relative_error, text
+from tests.models.tiny_models import (
+    Session,
+    built,
+    expected,
+    mean_relative_error,
+    relative_error,
+    stacked_experts,
+    text,
+)
 
 GROUP = 32
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # OCP microscaling formats 1.0
@@ -151,8 +159,8 @@ def packed_model(
 
 
 def split_experts(name: str, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors as files have them: those of Qwen's experts one by one, as views."""
-    if name != "qwen3_moe":
+    """Return the tensors as files have them: those of Qwen's and Gemma's experts one by one, as views."""
+    if name not in ("qwen3_moe", "qwen3_5_moe", "gemma4_moe"):
         return dict(parameters)
     split: dict[str, Tensor] = {}
     for key, values in parameters.items():
@@ -171,7 +179,7 @@ def split_experts(name: str, parameters: Mapping[str, Tensor]) -> dict[str, Tens
 def is_packed(key: str, kind: str) -> bool:
     if kind == "mxfp4":
         return key.endswith(("experts.gate_up_proj", "experts.down_proj"))
-    return key.endswith("_proj.weight")
+    return key.endswith(("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight"))
 
 
 @pytest.mark.parametrize(
@@ -197,6 +205,43 @@ def test_a_quantized_folder(name: str, kind: str, tmp_path: Path) -> None:
     session = Session(decoder_of(tmp_path, torch.bfloat16), cache_dtype=torch.bfloat16)
     got = torch.cat([session.run({0: ids[:30]})[0], session.run({0: ids[30:]})[0]])
     assert mean_relative_error(got, want) < BF16
+
+
+@pytest.mark.parametrize("kind", ["awq", "gptq", "compressed-tensors", "fp8"])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "gemma4", "gemma4_moe"])
+def test_a_quantized_folder_of_a_model_that_sees(name: str, kind: str, tmp_path: Path) -> None:
+    """As the hub has the families of 2026: the decoder inside a larger model, experts one by one, exact routers."""
+    model = quantized(name, kind, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    inner = {f"model.language_model.{key.removeprefix('model.')}": values for key, values in tensors.items()}
+    inner = {key.replace("model.language_model.lm_head", "lm_head"): values for key, values in inner.items()}
+    inner["model.visual.blocks.0.attn.qkv.weight"] = torch.zeros(3, 3)
+    inner["mtp.fc.weight"] = torch.zeros(64, 128)  # a head that no engine runs from a folder yet
+    save_file(inner, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    outer = {"model_type": config["model_type"].removesuffix("_text"), "text_config": config}
+    outer["quantization_config"] = config.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    ids = text(LENGTH, 1)
+    want = expected(model, ids)
+    assert mean_relative_error(want, expected(built(name), ids)) > 10 * F32, "the weights were not quantized"
+    assert relative_error(Session(decoder_of(tmp_path)).run({0: ids})[0], want) < F32
+    assert not problem_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "gemma4_moe"])
+def test_experts_that_are_quantized_in_one_tensor_are_refused(name: str, tmp_path: Path) -> None:
+    quantized(name, "fp8", tmp_path)
+    tensors = stacked_experts(load_file(tmp_path / "model.safetensors"))
+    stacks = {key: values for key, values in tensors.items() if key.endswith("experts.gate_up_proj")}
+    scales = {f"{key}_scale_inv": torch.ones(len(values), 1, 1) for key, values in stacks.items()}
+    tensors |= {key: values.to(torch.float8_e4m3fn) for key, values in stacks.items()} | scales
+    save_file({key: values.contiguous() for key, values in tensors.items()}, tmp_path / "model.safetensors")
+    reason = r"layers\.0\..*experts\.gate_up_proj has the quantized experts of a layer in one"
+    with pytest.raises(ModelError, match=reason) as error:
+        decoder_of(tmp_path)
+    assert "GGUF" in error.value.hint
+    assert problem_of(tmp_path) == error.value.message
 
 
 # GPTQModel: `down_proj` has 8 bits, `q_proj` has groups of 16, `o_proj` of layer 1 is not quantized

@@ -32,6 +32,8 @@ ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "gemma4_text": "gemma4",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
     "phi3": "phi3",
     "gpt_oss": "gpt-oss",
 }
@@ -64,6 +66,28 @@ GEMMA_NAMES = {
     "post_feedforward_layernorm_2": "post_ffw_norm_2",
     "router.proj": "ffn_gate_inp",
     "router": "ffn_gate_inp",
+}
+DELTA_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "in_proj_qkv": "attn_qkv",
+    "in_proj_z": "attn_gate",
+    "in_proj_b": "ssm_beta",
+    "in_proj_a": "ssm_alpha",
+    "A_log": "ssm_a",
+    "dt_bias": "ssm_dt.bias",
+    "conv1d": "ssm_conv1d",
+    "norm": "ssm_norm",
+    "out_proj": "ssm_out",
+}
+WHOLE_NAMES = {"router.per_expert_scale": "ffn_down_exps.scale", "self_attn.sinks": "attn_sinks.weight"}
+OWN_NAMES = {
+    **dict.fromkeys(("gemma2", "gemma3_text", "gemma4_text"), GEMMA_NAMES),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), DELTA_NAMES),
+    "gpt_oss": {"post_attention_layernorm": "post_attention_norm"},
 }
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
@@ -141,7 +165,18 @@ def _write_keys(writer: GGUFWriter, config: Any) -> None:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(getattr(config, "top_k_experts", None) or config.num_experts_per_tok)
         if config.model_type != "mixtral":
-            writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+            own = getattr(config, "moe_intermediate_size", 0)
+            writer.add_expert_feed_forward_length(own or config.intermediate_size)
+    if config.model_type == "qwen3_5_moe_text":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if config.model_type.startswith("qwen3_5"):
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+        writer.add_uint32(f"{writer.arch}.full_attention_interval", config.layer_types.index("full_attention") + 1)
+        writer.add_rope_dimension_sections([*config.rope_parameters["mrope_section"], 0])
     if config.model_type in ("gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "phi3"):
         writer.add_sliding_window(config.sliding_window or 0)
     if config.model_type == "gemma2":
@@ -203,12 +238,8 @@ def _write_rope(writer: GGUFWriter, config: Any, head_dim: int) -> None:
 def _tensors(model: Any, *, in_place: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield each tensor by its name in a GGUF; `in_place`: as a view of the model's, without permuting rows."""
     config = model.config
-    gemma = config.model_type.startswith("gemma") and config.model_type != "gemma4_text"
-    names = NAMES
-    if config.model_type in ("gemma2", "gemma3_text", "gemma4_text"):
-        names = NAMES | GEMMA_NAMES
-    if config.model_type == "gpt_oss":
-        names = NAMES | {"post_attention_layernorm": "post_attention_norm"}
+    offset = config.model_type.startswith(("qwen3_5", "gemma")) and config.model_type != "gemma4_text"
+    names = NAMES | OWN_NAMES.get(config.model_type, {})
     for name, parameter in model.named_parameters():
         tensor = parameter.detach()
         match = LAYER.fullmatch(name)
@@ -216,15 +247,17 @@ def _tensors(model: Any, *, in_place: bool = False) -> Iterator[tuple[str, Tenso
         if rest.startswith(("mlp.experts.", "experts.")):
             yield from _experts(block, rest.removeprefix("mlp.").removeprefix("experts."), tensor, config)
             continue
-        if rest == "router.per_expert_scale":
-            yield f"{block}ffn_down_exps.scale", tensor
+        if rest in WHOLE_NAMES:
+            yield block + WHOLE_NAMES[rest], tensor
             continue
-        if rest == "self_attn.sinks":
-            yield f"{block}attn_sinks.weight", tensor
+        if rest.startswith("linear_attn."):
+            yield _delta_tensor(block, rest.removeprefix("linear_attn."), tensor, config)
             continue
         base, suffix = rest.rsplit(".", 1)
-        if gemma and base.endswith("norm") and not in_place:
+        if offset and base.endswith("norm") and not in_place:
             tensor = tensor + 1
+        if base == "mlp.shared_expert_gate":
+            tensor = tensor[0]
         if not in_place and ARCHITECTURES[config.model_type] in ("llama", "smollm3", "mistral3", "granite"):
             if base == "self_attn.q_proj":
                 tensor = permuted(tensor, config.num_attention_heads)
@@ -234,6 +267,27 @@ def _tensors(model: Any, *, in_place: bool = False) -> Iterator[tuple[str, Tenso
     if not in_place:
         yield from _layer_scales(model)
         yield from _rope_tensors(config)
+
+
+def _delta_tensor(block: str, rest: str, tensor: Tensor, config: Any) -> tuple[str, Tensor]:
+    """Return a tensor of a gated delta net, with its value heads in llama.cpp's order."""
+    base = rest.removesuffix(".weight")
+    name = block + DELTA_NAMES[base] + ("" if base in ("A_log", "dt_bias") else ".weight")
+    if base == "norm":
+        return name, tensor
+    if base == "out_proj":
+        return name, tiled(tensor.T, config).T
+    keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim if base in ("in_proj_qkv", "conv1d") else 0
+    values = -tensor.exp() if base == "A_log" else tensor.squeeze(1) if base == "conv1d" else tensor
+    return name, torch.cat([values[:keys], tiled(values[keys:], config)])
+
+
+def tiled(rows: Tensor, config: Any) -> Tensor:
+    """Return the rows of value heads, of which those of one key head are neighbours, with the key heads alternating."""
+    heads = rows.unflatten(
+        0, (config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads, -1)
+    )
+    return heads.transpose(0, 1).reshape(rows.shape)
 
 
 def _layer_scales(model: Any) -> Iterator[tuple[str, Tensor]]:

@@ -7,6 +7,7 @@ attention, norms, biases, sinks and soft caps all show in the logits.
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -70,6 +71,21 @@ LONGROPE = {
     "long_factor": [1.0 + 0.5 * i for i in range(6)],
     "original_max_position_embeddings": 128,
 }
+DELTA: dict[str, Any] = {  # the last layer attends; value heads share keys, and are as wide as no other head
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [3, 3, 2],
+        "mrope_interleaved": True,
+    },
+}
+EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
 ROUTERS = ("mlp.gate.weight", "router.weight", "router.proj.weight")
 # by name: model_type, and the values that differ from SIZES
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -103,21 +119,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     ),
-    "qwen3_5": (  # the last layer attends; value heads share keys, and are as wide as no other head
-        "qwen3_5_text",
+    "qwen3_5": ("qwen3_5_text", DELTA),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
         {
-            "num_hidden_layers": 4,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 32,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "partial_rotary_factor": 0.5,
-                "mrope_section": [3, 3, 2],
-                "mrope_interleaved": True,
-            },
+            **DELTA,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 96,
         },
     ),
     "gemma": ("gemma", {}),
@@ -191,7 +201,7 @@ def build(name: str, seed: int = 0, **changes: Any) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, tensor in model.named_parameters():
-            offset = name in ("gemma", "gemma2", "gemma3") or (name == "qwen3_5" and "linear_attn" not in key)
+            offset = name in ("gemma", "gemma2", "gemma3") or (name.startswith("qwen3_5") and "linear_attn" not in key)
             tensor.copy_(_random(key, tensor, generator, centre=0.0 if offset else 1.0))
             if name.startswith("gemma4") and key.endswith(("q_norm.weight", "k_norm.weight")):
                 tensor.mul_(0.4)  # nothing else scales the logits of attention
@@ -227,6 +237,20 @@ def write(model: Any, folder: Path) -> Path:
     """Save a model as users have it: safetensors and config.json."""
     model.save_pretrained(folder)
     return folder
+
+
+def stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a folder with all experts of a layer in two of them."""
+    apart = {name: match for name in tensors if (match := EXPERT.fullmatch(name))}
+    stacks = {name: tensor for name, tensor in tensors.items() if name not in apart}
+    for stem in sorted({match[1] for match in apart.values()}):
+        count = sum(match[1] == stem and match[3] == "down" for match in apart.values())
+        gate, up, down = (
+            torch.stack([tensors[f"{stem}{e}.{part}_proj.weight"] for e in range(count)])
+            for part in ("gate", "up", "down")
+        )
+        stacks |= {f"{stem}gate_up_proj": torch.cat([gate, up], 1), f"{stem}down_proj": down}
+    return stacks
 
 
 def expected(model: Any, ids: list[int]) -> Tensor:

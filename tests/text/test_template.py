@@ -316,6 +316,28 @@ def test_generic_template_of_other_models_is_text_to_continue() -> None:
     assert template.stop_strings == ("\nUser:",)
 
 
+@pytest.mark.parametrize(
+    ("effort", "used"),
+    [("low", "low"), ("medium", "medium"), ("minimal", "low"), ("high", "xhigh"), ("max", "xhigh"), (None, "none")],
+)
+def test_an_effort_that_a_template_refuses_becomes_the_nearest(effort: str | None, used: str) -> None:
+    """Qwen 3.8 takes three of the efforts that clients send, and refuses the request for any other."""
+    qwen = ChatTemplate(
+        "{%- if reasoning_effort is defined and reasoning_effort not in ('xhigh', 'medium', 'low') %}"
+        "{{ raise_exception('Unexpected reasoning effort ' ~ reasoning_effort) }}{% endif %}"
+        "{{ reasoning_effort|default('none') }}"
+    )
+    kwargs = {} if effort is None else {"reasoning_effort": effort}
+    assert qwen.render([{"role": "user", "content": "Hi"}], **kwargs) == used
+
+
+def test_a_refusal_for_another_reason_is_the_templates_own() -> None:
+    template = ChatTemplate("{{ raise_exception('only ' ~ reasoning_effort) }}")
+    for effort in ("high", "17", ["high"]):
+        with pytest.raises(RefusedError, match=r"only (high|17|.+high.+)"):
+            template.render([], reasoning_effort=effort)
+
+
 @pytest.mark.parametrize("specials", [frozenset(), frozenset({"<|im_start|>", "<|im_end|>"})])
 def test_generic_templates_refuse_what_they_cannot_write(specials: frozenset[str]) -> None:
     template = ChatTemplate(None, special_strings=specials)

@@ -17,7 +17,7 @@ from edgelm.kernels.attention.launch import launch_kind as attention_kind
 from edgelm.kernels.cache import BLOCK_LEN, LayerCache
 from edgelm.kernels.grouped.kernel import launch_kinds as grouped_kinds
 from edgelm.kernels.matmul.kernel import launch_kind as matmul_kind
-from edgelm.models.decoder import Decoder, DenseAndExperts
+from edgelm.models.decoder import Decoder, DenseAndExperts, SharedAndExperts
 from edgelm.models.moe import Experts
 
 PARAMS = SamplingParams(repetition_penalty=1.1, logit_bias=((0, 0.0),), num_logprobs=1)  # all kernels of the sampler
@@ -69,7 +69,7 @@ def _step_kind(decoder: Decoder, caches: Sequence[LayerCache], context: int, tok
     heads = {(cache.num_kv_heads, cache.width): cache for cache in caches}.values()
     kinds: set[object] = {attention_kind(tokens, cache, decoder.config.num_heads, positions) for cache in heads}
     for layer in decoder.weights.layers:
-        feed = layer.feed.experts if isinstance(layer.feed, DenseAndExperts) else layer.feed
+        feed = layer.feed.experts if isinstance(layer.feed, DenseAndExperts | SharedAndExperts) else layer.feed
         if isinstance(feed, Experts):
             for stack in feed.gate_up:
                 kinds |= grouped_kinds(tokens, feed.used, stack.weight, decoder.dtype, summed=False)

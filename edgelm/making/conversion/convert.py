@@ -38,6 +38,7 @@ from edgelm.models.config import ModelConfig, read_config
 FORMAT = 1  # of the files that this version writes: an unfinished one of another starts over
 # llama.cpp strips the white space behind special tokens of models with this name, and fails without these tokens
 PHI = re.compile(r"phi-?3", re.IGNORECASE)
+HEADS = "mtp."  # tensors of multi-token prediction
 PHI_TOKENS = frozenset({"<unk>", "<s>", "</s>", "<|endoftext|>"})
 
 
@@ -71,7 +72,10 @@ class Source:
             lines.append("the experts are stored in MXFP4, and stay so")
         if towers := self.layout.towers:
             lines.append(f"only the text part is converted: {len(towers):,} tensors for images or sound are left out")
-        if others := self.layout.left_out:
+        heads = [name for name in self.layout.left_out if name.startswith(HEADS)]
+        if heads:
+            lines.append(f"the heads that predict several tokens are left out: {len(heads):,} tensors")
+        if others := [name for name in self.layout.left_out if name not in heads]:
             names = ", ".join(map(shown, others[:3])) + (" …" if len(others) > 3 else "")
             lines.append(f"left out, since llama.cpp has no use for them: {names}")
         return lines
@@ -159,9 +163,6 @@ def open_source(folder: Path, to: Target, resources: ExitStack, change: Change |
         layout = plan_encoder(config, reader, to)
     else:
         config = read_config(document)
-        if config.family.delta:
-            message = f"models of {config.family.name} cannot be converted"
-            raise ModelError(message, "run the folder itself, or take a GGUF of the same model")
         layout = plan_layout(config, reader, to)
     num_rows = next(tensor.shape[0] for tensor in layout.tensors if tensor.name == "token_embd.weight")
     vocabulary = read_vocabulary(read_tokenizer_files(folder), num_rows)

@@ -31,6 +31,7 @@ FILE_TYPES: Mapping[Kind, LlamaFileType] = {
 }
 POOLINGS: Mapping[Pooling, PoolingType] = {"mean": PoolingType.MEAN, "cls": PoolingType.CLS, "last": PoolingType.LAST}
 OTHER_ENGINE = "run the folder itself, with the torch engine"
+MROPE_SECTIONS = (11, 11, 10)  # of Qwen3.5, where its configuration does not state them
 SWIGLU_LIMIT = 7.0  # of llama.cpp
 
 
@@ -71,6 +72,9 @@ def write_model_keys(writer: GGUFWriter, config: ModelConfig, layout: Layout, ab
         writer.add_expert_used_count(config.experts.used)
         if target_family(config).gguf != "llama":
             writer.add_expert_feed_forward_length(shapes["blk.0.ffn_down_exps.weight"][2])
+    if target_family(config).gguf == "qwen35moe":
+        writer.add_expert_shared_feed_forward_length(shapes["blk.0.ffn_down_shexp.weight"][1])
+    _write_deltas(writer, config)
     _write_windows(writer, config)
     _write_rope(writer, config)
 
@@ -127,11 +131,29 @@ def _refusals(config: ModelConfig) -> Iterator[str]:
         divisor = config.hidden_size // config.num_heads
     if not (family.scaled or family.value_norm) and abs(config.attention_scale * divisor**0.5 - 1) > 1e-6:
         yield f"it divides by the root of {config.attention_scale**-2:g} in attention, and there it is {divisor}"
+    yield from _delta_refusals(config)
     ropes = [layer.rope for layer in config.layers if layer.rope]
     if any(rope.temperature for rope in ropes) and not (family.temperature and ropes[0].kind == "yarn"):
         yield "its queries grow with their position"
     if family.gguf == "gemma2" and not (config.attention_softcap and config.final_softcap):
         yield "it has no soft caps, and there Gemma 2 always has"
+
+
+def _delta_refusals(config: ModelConfig) -> Iterator[str]:
+    deltas = [layer.delta for layer in config.layers]
+    if not any(deltas):
+        return
+    if all(deltas):
+        yield "none of its layers attends"
+        return
+    every = _attending_every(config)
+    if [delta is not None for delta in deltas] != [(i + 1) % every != 0 for i in range(len(deltas))]:
+        yield "its layers that attend are not evenly spaced"
+    if any(delta and delta.key_dim != delta.value_dim for delta in deltas):
+        yield "the keys and values of its linear attention differ in size"
+    rope = global_rope(config)
+    if rope and not all(pair < 3 * _sections(rope)[pair % 3] for pair in range(rope.dim // 2)):
+        yield f"its positions of pictures ({_sections(rope)}) leave pairs of {rope.dim} numbers unturned there"
 
 
 def _write_description(writer: GGUFWriter, layout: Layout, about: Description) -> None:
@@ -145,7 +167,7 @@ def _write_description(writer: GGUFWriter, layout: Layout, about: Description) -
 
 def _write_heads(writer: GGUFWriter, config: ModelConfig) -> None:
     """Write the sizes of heads: of layers without a window, and Gemma 4's of those with one."""
-    kv_heads = [layer.num_kv_heads for layer in config.layers]
+    kv_heads = [layer.num_kv_heads for layer in config.layers if not layer.delta]
     writer.add_head_count_kv(kv_heads if len(set(kv_heads)) > 1 else kv_heads[0])
     lengths = {layer.window > 0: layer.head_dim for layer in config.layers}
     length = lengths[min(lengths)]
@@ -156,6 +178,24 @@ def _write_heads(writer: GGUFWriter, config: ModelConfig) -> None:
         writer.add_value_length_swa(lengths.get(True, length))
         writer.add_shared_kv_layers(0)
         writer.add_embedding_length_per_layer_input(0)
+
+
+def _write_deltas(writer: GGUFWriter, config: ModelConfig) -> None:
+    """Write the sizes of gated delta nets, and which layers attend instead."""
+    sizes = next((layer.delta for layer in config.layers if layer.delta), None)
+    if sizes is None:
+        return
+    writer.add_ssm_conv_kernel(sizes.window)
+    writer.add_ssm_state_size(sizes.key_dim)
+    writer.add_ssm_group_count(sizes.num_key_heads)
+    writer.add_ssm_time_step_rank(sizes.num_value_heads)
+    writer.add_ssm_inner_size(sizes.value_width)
+    writer.add_uint32(f"{writer.arch}.full_attention_interval", _attending_every(config))
+
+
+def _attending_every(config: ModelConfig) -> int:
+    """Return the number of layers up to the first that attends, and so from each to the next."""
+    return next(i + 1 for i, layer in enumerate(config.layers) if not layer.delta)
 
 
 def _inner_size(shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -194,7 +234,13 @@ def _write_rope(writer: GGUFWriter, config: ModelConfig) -> None:
         writer.add_rope_freq_base_swa(local.theta)
     if target_family(config).gguf == "gemma4" and local is not None:
         writer.add_rope_dimension_count_swa(local.dim)
+    if target_family(config).delta:
+        writer.add_rope_dimension_sections([*_sections(rope), 0])
     _write_scaling(writer, rope, temperature=target_family(config).temperature)
+
+
+def _sections(rope: RopeConfig) -> tuple[int, ...]:
+    return rope.sections or MROPE_SECTIONS
 
 
 def _write_scaling(writer: GGUFWriter, rope: RopeConfig, *, temperature: bool) -> None:

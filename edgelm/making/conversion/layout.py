@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from edgelm.base.errors import ModelError
+from edgelm.kernels.delta_sizes import DeltaSizes
 from edgelm.making.conversion.number_types import Kind, Target, kind_for
 from edgelm.making.conversion.reader import FolderReader, spans
 from edgelm.making.conversion.tensors import (
@@ -32,7 +33,7 @@ from edgelm.models.rope_config import RopeConfig
 
 DOWNLOAD = "download all files of the model into one folder"
 TOWERS = re.compile(r"(?:model\.)*(?:vision|audio|multi_?modal|embed_vision|embed_audio)\w*\.")
-ALWAYS_F32 = re.compile(r".*(?:norm\.weight|ffn_gate_inp\.weight)")
+ALWAYS_F32 = re.compile(r".*(?:norm|ffn_gate_inp|ssm_conv1d)\.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +113,13 @@ class _Planner:
         yield from self._numbers()
         yield from self._ends()
         for i, layer in enumerate(config.layers):
-            yield from self._attention(i)
-            beside = config.family.dense_beside_experts
-            if not layer.sparse or beside:
+            yield from self._delta_net(i, layer.delta) if layer.delta else self._attention(i)
+            beside, shared = config.family.dense_beside_experts, self.ours.shared_gate
+            yield self._norm(self.ours.feed_norm, self.theirs.feed_norm, i, config.hidden_size)
+            if not layer.sparse or beside or shared:
                 yield from self._feed_forward(i)
+            if layer.sparse and shared:
+                yield self._shared_gate(i)
             if layer.sparse:
                 yield from self._experts_beside(i) if beside else self._experts(i)
         yield self._norm(self.ours.final_norm, self.theirs.final_norm, 0, config.hidden_size)
@@ -157,7 +161,8 @@ class _Planner:
     def _attention(self, i: int) -> Iterator[OutTensor]:
         config, ours, theirs = self.config, self.ours, self.theirs
         layer = config.layers[i]
-        q_rows, kv_rows = config.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+        out_columns, kv_rows = config.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+        q_rows = 2 * out_columns if config.family.delta else out_columns  # with the gates of its heads
         width, sizes = config.hidden_size, (q_rows, kv_rows, kv_rows)
         yield self._norm(ours.attention_norm, theirs.attention_norm, i, width)
         fused = f"{ours.qkv.format(i=i)}.weight" in self.files
@@ -172,7 +177,7 @@ class _Planner:
                     continue
                 cut = (start, sum(sizes)) if fused else None
                 yield from self._linear(ours.qkv if fused else our, their, i, rows, width, head_rows, cut)
-        yield from self._linear(ours.out, theirs.out, i, width, q_rows)
+        yield from self._linear(ours.out, theirs.out, i, width, out_columns)
         if config.family.qk_norm:
             yield self._norm(ours.q_norm, theirs.q_norm, i, layer.head_dim)
             yield self._norm(ours.k_norm, theirs.k_norm, i, layer.head_dim)
@@ -183,7 +188,6 @@ class _Planner:
 
     def _feed_forward(self, i: int) -> Iterator[OutTensor]:
         ours, theirs, width = self.ours, self.theirs, self.config.hidden_size
-        yield self._norm(ours.feed_norm, theirs.feed_norm, i, width)
         fused = f"{ours.gate_up.format(i=i)}.weight" in self.files
         inner = self._sizes(f"{(ours.gate_up if fused else ours.gate).format(i=i)}.weight")[0] // (2 if fused else 1)
         if theirs.gate_up:
@@ -212,10 +216,12 @@ class _Planner:
         config, ours, theirs = self.config, self.ours, self.theirs
         assert config.experts is not None
         count, width = config.experts.count, config.hidden_size
-        yield self._norm(ours.feed_norm, theirs.feed_norm, i, width)
         yield from self._linear(ours.router, theirs.router, i, count, width)
         if ours.expert_gate_up:
             yield from self._transposed_experts(i, count, width)
+            return
+        if (stacked := ours.expert_gate_then_up.format(i=i)) in self.files:
+            yield from self._stacked_experts(i, stacked, count, width)
             return
         inner = self._sizes(f"{ours.expert_gate.format(i=i, e=0)}.weight")[0]
         for our, their, sizes in (
@@ -227,6 +233,58 @@ class _Planner:
             parts = tuple(Part(name, 0, sizes[0]) for name in names)
             yield self._tensor(f"{their.format(i=i)}.weight", (count, *sizes), Rows(parts))
 
+    def _stacked_experts(self, i: int, gate_up: str, count: int, width: int) -> Iterator[OutTensor]:
+        """Yield experts that are two tensors in the folder: gate and up of all, and down of all."""
+        theirs = self.theirs
+        down = self.ours.expert_down.replace(".{e}", "").format(i=i)
+        inner = self._shape(down)[-1]
+        source = self._used(gate_up, shape=(count, 2 * inner, width))
+        for their, first in ((theirs.expert_gate, 0), (theirs.expert_up, inner)):
+            parts = tuple(Part(source, 2 * inner * e + first, inner) for e in range(count))
+            yield self._tensor(f"{their.format(i=i)}.weight", (count, inner, width), Rows(parts))
+        whole = Part(self._used(down, shape=(count, width, inner)), 0, count * width)
+        yield self._tensor(f"{theirs.expert_down.format(i=i)}.weight", (count, width, inner), Rows((whole,)))
+
+    def _shared_gate(self, i: int) -> OutTensor:
+        """Return the gate of the expert that all tokens use: a matrix of one row here, a vector there."""
+        name, width = f"{self.ours.shared_gate.format(i=i)}.weight", self.config.hidden_size
+        content = Rows((Part(self._used(name, (1, width)), 0, 1),))
+        return self._tensor(f"{self.theirs.shared_gate.format(i=i)}.weight", (width,), content)
+
+    def _delta_net(self, i: int, sizes: DeltaSizes) -> Iterator[OutTensor]:
+        """Yield a gated delta net. llama.cpp has value head h read the key head h modulo their number."""
+        ours, theirs, width = self.ours, self.theirs, self.config.hidden_size
+        heads, each = sizes.num_value_heads, sizes.num_value_heads // sizes.num_key_heads
+        order = tuple(key * each + j for j in range(each) for key in range(sizes.num_key_heads))
+        keys, conv = sizes.channels - sizes.value_width, ours.delta_conv.format(i=i)
+
+        def rows(name: str, their: str, first: int, of_head: int, columns: int) -> OutTensor:
+            """Return a matrix whose first rows stay, and those of value heads are put in order; 0 columns: a vector."""
+            num = first + heads * of_head
+            shape = (num, columns) if columns else (num,)
+            stored = (num, 1, columns) if name == conv and len(self._shape(name)) == 3 else shape
+            file = self._used(name, shape=stored)
+            parts = [Part(file, first + of_head * head, of_head) for head in order]
+            whole = tuple([Part(file, 0, first), *parts] if first else parts)
+            return self._tensor(their, shape, Rows(whole, logarithms=name.endswith(".A_log")))
+
+        yield self._norm(ours.attention_norm, theirs.attention_norm, i, width)
+        for our, their, first, of_head in (
+            (ours.delta_qkv, theirs.delta_qkv, keys, sizes.value_dim),
+            (ours.delta_z, theirs.delta_z, 0, sizes.value_dim),
+            (ours.delta_beta, theirs.delta_beta, 0, 1),
+            (ours.delta_alpha, theirs.delta_alpha, 0, 1),
+        ):
+            yield rows(f"{our.format(i=i)}.weight", f"{their.format(i=i)}.weight", first, of_head, width)
+        yield rows(conv, theirs.delta_conv.format(i=i), keys, sizes.value_dim, sizes.window)
+        yield rows(ours.delta_decay.format(i=i), theirs.delta_decay.format(i=i), 0, 1, 0)
+        yield rows(ours.delta_bias.format(i=i), theirs.delta_bias.format(i=i), 0, 1, 0)
+        norm, their = (f"{name.format(i=i)}.weight" for name in (ours.delta_norm, theirs.delta_norm))
+        yield self._vector(norm, their, sizes.value_dim)
+        out = self._used(f"{ours.delta_out.format(i=i)}.weight", (width, sizes.value_width))
+        content = Rows((Part(out, 0, width),), blocks=order)
+        yield self._tensor(f"{theirs.delta_out.format(i=i)}.weight", (width, sizes.value_width), content)
+
     def _experts_beside(self, i: int) -> Iterator[OutTensor]:
         """Yield the experts beside a dense feed-forward (Gemma 4), whose matrices are stacked in the folder, too."""
         config, ours, theirs = self.config, self.ours, self.theirs
@@ -237,7 +295,7 @@ class _Planner:
         yield from self._linear(ours.router, theirs.router, i, count, width)
         yield self._vector(ours.router_scale.format(i=i), theirs.router_scale.format(i=i), width)
         yield self._vector(ours.expert_scale.format(i=i), theirs.expert_scale.format(i=i), count)
-        gate_up, down = ours.expert_gate_then_up.format(i=i), ours.expert_down.format(i=i)
+        gate_up, down = ours.expert_gate_then_up.format(i=i), ours.expert_down.replace(".{e}", "").format(i=i)
         inner = self._shape(down)[-1]
         for our, their, shape in (
             (gate_up, theirs.expert_gate_then_up.format(i=i), (count, 2 * inner, width)),

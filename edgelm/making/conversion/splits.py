@@ -14,7 +14,7 @@ from edgelm.text.known_vocabularies import SPLITS
 
 OTHER = "run the folder itself, with the torch engine"
 # names for a list of patterns, where several stand for the same
-NAMES = ("gpt-2", "llama-bpe", "qwen2", "smollm", "gpt-4o", "tekken")
+NAMES = ("gpt-2", "llama-bpe", "qwen2", "qwen35", "smollm", "gpt-4o", "tekken")
 PARTS = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
 # tiktoken's way to write the pattern of Llama 3
 CL100K = (

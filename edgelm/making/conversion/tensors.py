@@ -61,13 +61,16 @@ class Rows:
     """The rows of parts, one part after the other, with `offset` added to all numbers.
 
     `head_rows`: the rows of an attention head, whose two halves alternate in the GGUF; 0: they stay as they are.
-    `flat`: each number is a row of its own.
+    `flat`: each number is a row of its own. `blocks`: the order of equal blocks of columns; empty: as they are.
+    `logarithms`: the numbers are those of the rates at which states fade, and become the rates, negative.
     """
 
     parts: tuple[Part, ...]
     head_rows: int = 0
     offset: float = 0.0
     flat: bool = False
+    blocks: tuple[int, ...] = ()
+    logarithms: bool = False
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -76,7 +79,7 @@ class Rows:
     def pieces(self, reader: FolderReader, kind: Kind) -> Iterator[Bytes]:
         for part in self.parts:
             columns = 1 if self.flat else reader.sizes(part.tensor)[1]
-            as_stored = reader.change is None and not self.offset
+            as_stored = reader.change is None and not self.offset and not self.logarithms
             as_stored = as_stored and _kind_of(reader, part.tensor) == kind
             for first, count in spans(part.count, columns * part.step, self.head_rows or 1):
                 start, length = part.first + first * part.step, (count - 1) * part.step + 1
@@ -86,10 +89,14 @@ class Rows:
                     continue
                 ordered = self._ordered(reader.rows(part.tensor, start, length, columns)[:: part.step])
                 values = np.ascontiguousarray(ordered, np.float32)
+                if self.logarithms:
+                    values = -np.exp(values)
                 yield rounded(values + np.float32(self.offset) if self.offset else values, kind)
 
     def _ordered(self, rows: NDArray[np.generic]) -> NDArray[np.generic]:
-        """Return rows with alternating rows of the two halves of each head."""
+        """Return rows with alternating rows of the two halves of each head, or with blocks of columns in order."""
+        if self.blocks:
+            return rows.reshape(len(rows), len(self.blocks), -1)[:, list(self.blocks)].reshape(rows.shape)
         if not self.head_rows:
             return rows
         halves = rows.reshape(-1, 2, self.head_rows // 2, rows.shape[1])

@@ -13,8 +13,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from edgelm.kernels import delta
 from edgelm.kernels.activation import Gate, gated
 from edgelm.kernels.cache import BLOCK_LEN, FORMATS, LayerCache, allocate
+from edgelm.kernels.delta import StateCache
 from edgelm.kernels.embedding import embedding
 from edgelm.kernels.grouped import grouped_matmul
 from edgelm.kernels.layout import DenseWeight, Weight, dequantize
@@ -25,12 +27,14 @@ from edgelm.models.decoder import (
     Attention,
     Batch,
     Decoder,
+    DeltaNet,
     DenseAndExperts,
     Feed,
     FeedForward,
     Layer,
     Linear,
     NextNorm,
+    SharedAndExperts,
     Stream,
     Weights,
 )
@@ -39,6 +43,7 @@ from edgelm.models.moe import Experts, Stack, routing
 BATCH_TOKENS = 2048
 OPS = "reference"  # plain torch, on any device
 T = TypeVar("T", Linear, Stack)
+F = TypeVar("F", FeedForward, Experts)
 
 
 class Calibration:
@@ -53,6 +58,7 @@ class Calibration:
             [embedding(row, embeddings, scale=config.stream_scale, implementation=OPS) for row in ids]
         )
         self._cache: LayerCache | None = None
+        self._states: StateCache | None = None
         self._per_batch = max(1, min(num, BATCH_TOKENS // self.length))
         self._batch = self._prepared(self._per_batch)
 
@@ -75,7 +81,8 @@ class Calibration:
         batch = self._batch
         if len(streams) < self._per_batch:  # the last one
             batch = self._prepared(len(streams))
-        cache = self._cache_of(attention_of(runner.layer), batch)
+        mixer = runner.layer.attention
+        cache = self._cache_of(mixer, batch) if isinstance(mixer, Attention) else self._states_of(mixer)
         with torch.no_grad():
             result = runner.run(streams.flatten(0, 1).to(self._device), batch, cache)
         return result.view_as(streams).to(streams.device)
@@ -94,6 +101,12 @@ class Calibration:
             self._cache = allocate(FORMATS["f16"], num_blocks, *heads, self._device, torch.float32)
         return self._cache
 
+    def _states_of(self, layer: DeltaNet) -> StateCache:
+        """Return a state for each sequence of a batch, which all layers share: none is read before it is written."""
+        if self._states is None:
+            self._states = delta.allocate(layer.sizes, self._per_batch, self._device, torch.float32)
+        return self._states
+
     def _prepared(self, num: int) -> Batch:
         """Return a batch of whole sequences."""
         length, blocks = self.length, -(-self.length // BLOCK_LEN)
@@ -107,23 +120,25 @@ class Calibration:
             query_start_loc=starts * length,
             seq_lens=torch.full((num,), length, dtype=torch.int32, device=self._device),
             max_query_len=length,
+            states=torch.tensor([[k, 0, length] for k in range(num)], dtype=torch.int32, device=self._device),
         )
-
-
-def attention_of(layer: Layer) -> Attention:
-    """Return the attention of a layer; models with other layers are refused before (int4_plan.py)."""
-    assert isinstance(layer.attention, Attention)
-    return layer.attention
 
 
 def dense(layer: Layer) -> Layer:
     """Return a layer whose quantized matrices are plain numbers, so that they are unpacked once."""
-    attention, feed = attention_of(layer), layer.feed
-    attention = replace(attention, qkv=_dense_all(attention.qkv), out=_dense(attention.out))
+    mixer, feed = layer.attention, layer.feed
+    if isinstance(mixer, Attention):
+        mixer = replace(mixer, qkv=_dense_all(mixer.qkv), out=_dense(mixer.out))
+    else:
+        mixer = replace(mixer, inputs=_dense_all(mixer.inputs), out=_dense(mixer.out))
     assert not isinstance(feed, DenseAndExperts), "int4_plan refuses these"
-    if isinstance(feed, FeedForward):
-        return Layer(attention, replace(feed, gate_up=_dense_all(feed.gate_up), down=_dense(feed.down)))
-    return Layer(attention, replace(feed, gate_up=_dense_all(feed.gate_up), down=_dense(feed.down)))
+    if isinstance(feed, SharedAndExperts):
+        return Layer(mixer, replace(feed, shared=_dense_feed(feed.shared), experts=_dense_feed(feed.experts)))
+    return Layer(mixer, _dense_feed(feed))
+
+
+def _dense_feed(feed: F) -> F:
+    return replace(feed, gate_up=_dense_all(feed.gate_up), down=_dense(feed.down))
 
 
 def _dense_all(parts: Sequence[T]) -> tuple[T, ...]:
@@ -143,19 +158,27 @@ class _Runner(Decoder):
         super().__init__(config, ends, torch.float32, OPS)
         self.layer = layer
         self._statistics = statistics
-        self._places: dict[Linear, Place] = {
-            attention_of(layer).qkv[0]: Place("attention_in"),  # if they are several, they have the same input
-            layer.attention.out: Place("attention_out"),
+        mixer = layer.attention
+        self._places: dict[Linear, Place] = {  # if they are several, they have the same input
+            (mixer.qkv if isinstance(mixer, Attention) else mixer.inputs)[0]: Place("attention_in"),
+            mixer.out: Place("attention_out"),
         }
-        if isinstance(layer.feed, FeedForward):
-            self._places[layer.feed.gate_up[0]] = Place("feed_in")
-            self._places[layer.feed.down] = Place("feed_out")
+        feed = layer.feed.shared if isinstance(layer.feed, SharedAndExperts) else layer.feed
+        if isinstance(feed, FeedForward):
+            self._places[feed.gate_up[0]] = Place("feed_in")
+            self._places[feed.down] = Place("feed_out")
 
-    def run(self, residual: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
+    def run(self, residual: Tensor, batch: Batch, cache: LayerCache | StateCache) -> Tensor:
         """Return the residual stream after the layer, float32 [tokens, hidden_size]."""
         after = NextNorm(self.layer.feed.norm, fused=False)
-        stream = Stream(residual, self.layer.attention.norm)
-        stream = self._attend(attention_of(self.layer), stream, batch, cache, after)
+        mixer = self.layer.attention
+        stream = Stream(residual, mixer.norm)
+        if isinstance(mixer, Attention):
+            assert isinstance(cache, LayerCache)
+            stream = self._attend(mixer, stream, batch, cache, after)
+        else:
+            assert isinstance(cache, StateCache)
+            stream = self._recur(mixer, stream, batch, cache, after)
         return self._feed(self.layer.feed, stream, after).residual
 
     def _linear(
@@ -172,8 +195,9 @@ class _Runner(Decoder):
         return super()._linear(x, linear, lengths=lengths, gate=gate, residual=residual)
 
     def _feed(self, layer: Feed, stream: Stream, next_norm: NextNorm) -> Stream:
-        if isinstance(layer, Experts) and self._statistics is not None:
-            self._record_experts(layer, self._normed(stream, self.dtype))
+        experts = layer.experts if isinstance(layer, SharedAndExperts) else layer
+        if isinstance(experts, Experts) and self._statistics is not None:
+            self._record_experts(experts, self._normed(stream, self.dtype))
         return super()._feed(layer, stream, next_norm)
 
     def _record(self, place: Place, x: Tensor) -> None:

@@ -71,7 +71,7 @@ class LayerWeights:
 
 def layer_sites(config: ModelConfig, i: int, tensors: Collection[str]) -> list[Site]:
     """Return the matrices of layer i to quantize; `tensors` are the names that the model has."""
-    names, sparse = config.names, config.layers[i].sparse
+    names, sparse, delta = config.names, config.layers[i].sparse, config.layers[i].delta
 
     def stems(*patterns: str) -> tuple[str, ...]:
         return tuple(pattern.format(i=i) for pattern in patterns)
@@ -80,10 +80,13 @@ def layer_sites(config: ModelConfig, i: int, tensors: Collection[str]) -> list[S
         return f"{pattern.format(i=i)}.weight" in tensors
 
     qkv = stems(names.qkv) if has(names.qkv) else stems(*filter(has, (names.q, names.k, names.v)))
-    sites = [Site(Place("attention_in"), qkv), Site(Place("attention_out"), stems(names.out))]
-    if not sparse:
+    read, out = (stems(names.delta_qkv, names.delta_z), names.delta_out) if delta else (qkv, names.out)
+    sites = [Site(Place("attention_in"), read), Site(Place("attention_out"), stems(out))]
+    if not sparse or names.shared_gate:
         gate_up = stems(names.gate, names.up) if has(names.gate) else stems(names.gate_up)
-        return [*sites, Site(Place("feed_in"), gate_up), Site(Place("feed_out"), stems(names.down))]
+        sites += [Site(Place("feed_in"), gate_up), Site(Place("feed_out"), stems(names.down))]
+    if not sparse:
+        return sites
     assert config.experts is not None
     for expert in range(config.experts.count):
         gate, up, down = (
@@ -107,8 +110,8 @@ def scale_layer(
         if shared:
             _scale_after_norm(weights, config, i, shared, statistics, form)
     for site in sites:
-        if site.place.role == "attention_out" and config.family.value_norm:
-            continue  # the norm of values would undo the scales
+        if site.place.role == "attention_out" and (config.family.value_norm or config.layers[i].delta):
+            continue  # a norm of values or of results would undo the scales
         if site.place.role in ("attention_out", "feed_out") and statistics[site.place].num_rows:
             _scale_after_rows(weights, config, i, site, statistics[site.place], form)
 
@@ -147,27 +150,36 @@ def _scale_after_norm(
     scales = best_scales(matrices, magnitude, form)
     attention = shared[0].place.role == "attention_in"
     norm = (config.names.attention_norm if attention else config.names.feed_norm).format(i=i) + ".weight"
-    router = "" if attention or not config.layers[i].sparse else config.names.router.format(i=i) + ".weight"
-    if router:  # it reads the norm too, and keeps all its digits
+    exact = [f"{name.format(i=i)}.weight" for name in _exact_readers(config, i, attention=attention)]
+    if exact:  # they read the norm too, and keep all their digits
         scales = powers_of_two(scales)
     before = weights.plain[norm].to(scales.device)
     stored, scales = exact_quotient(before, scales, before.dtype, config.norm_offset)
     weights.plain[norm] = stored.cpu()
-    if router:
-        weights.plain[router] = weights.plain[router] * scales.to(weights.plain[router])
+    for name in exact:
+        weights.plain[name] = weights.plain[name] * scales.to(weights.plain[name])
     for name in _readers(shared, weights, config, i):
         weights.matrices[name] = weights.matrices[name] * scales
     for one in seen:
         one.divide(scales)
 
 
+def _exact_readers(config: ModelConfig, i: int, *, attention: bool) -> list[str]:
+    """Return the matrices that read a norm and stay as they are: routers and gates of experts, rates of delta nets."""
+    names, layer = config.names, config.layers[i]
+    if attention:
+        return [names.delta_beta, names.delta_alpha] if layer.delta else []
+    return [name for name in (names.router, names.shared_gate) if name] if layer.sparse else []
+
+
 def _readers(shared: list[Site], weights: LayerWeights, config: ModelConfig, i: int) -> list[str]:
     """Return all matrices after the norm, those of experts that no token used too."""
-    if shared[0].place.expert == ALL_TOKENS:
-        return list(shared[0].matrices)
+    readers = [name for site in shared if site.place.expert == ALL_TOKENS for name in site.matrices]
+    if not config.layers[i].sparse or shared[0].place.role == "attention_in":
+        return readers
     assert config.experts is not None
     names = (config.names.expert_gate, config.names.expert_up)
-    readers = [name.format(i=i, e=e) for e in range(config.experts.count) for name in names]
+    readers += [name.format(i=i, e=e) for e in range(config.experts.count) for name in names]
     return [name for name in readers if name in weights.matrices]
 
 

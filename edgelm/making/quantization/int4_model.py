@@ -172,29 +172,34 @@ class _Quantizer:
 
     def _layer_weights(self, i: int, sites: list[Site]) -> LayerWeights:
         names = self._plan.layer_names[i]
-        quantized = {matrix for site in sites for matrix in site.matrices}
+        sources = {stem: self._plan.sources[stem] for site in sites for stem in site.matrices}
+        read: dict[str, Tensor] = {}
         matrices = {}
-        for stem in quantized:
-            values = self._source.vector(names[f"{stem}.weight"], self._device)
-            matrices[stem] = values
+        for stem, source in sources.items():
+            if source.tensor not in read:
+                read[source.tensor] = self._source.vector(source.tensor, self._device)
+            values = read[source.tensor]
+            matrices[stem] = values if source.expert is None else values[source.expert, source.rows]
         plain = {
             name: self._plain(file_name)
             for name, file_name in names.items()
-            if name.removesuffix(".weight") not in quantized
-            and self._model.tensors[file_name].dtype.name in PLAIN_TYPES
+            if file_name not in read and self._model.tensors[file_name].dtype.name in PLAIN_TYPES
         }
         return LayerWeights(matrices, plain)
 
     def _layer_tensors(self, i: int, codes: Mapping[str, Codes], weights: LayerWeights) -> dict[str, Stored]:
         """Return the tensors of a layer's file, in the order of the source."""
+        stems: dict[str, list[str]] = {}
+        for stem in codes:
+            stems.setdefault(self._plan.sources[stem].tensor, []).append(stem)
         tensors: dict[str, Stored] = {}
         for name, file_name in self._plan.layer_names[i].items():
-            stem = name.removesuffix(".weight")
-            if stem in codes and name != stem:
-                prefix = file_name.removesuffix(".weight")
+            for stem in stems.get(file_name, ()):
                 for part, tensor in packed(codes[stem], self._form).items():
-                    tensors[f"{prefix}.{part}"] = _stored(tensor)
-            elif name in weights.plain:
+                    tensors[f"{self._plan.sources[stem].stem}.{part}"] = _stored(tensor)
+            if file_name in stems:
+                continue
+            if name in weights.plain:
                 tensors[file_name] = _stored(weights.plain[name])
             else:
                 tensors[file_name] = self._as_stored(file_name)

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,12 +31,22 @@ SCALE_BYTES = 2
 GEMM_COPIES = 6  # of a layer in float32, while one matrix is quantized
 
 
+class Source(NamedTuple):
+    """A matrix to quantize, in the files: a tensor, or rows of one expert's part of a tensor."""
+
+    tensor: str
+    stem: str  # by which its parts are named in the new files
+    expert: int | None = None
+    rows: slice = slice(None)
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The plan of one folder."""
 
     config: ModelConfig
     sites: list[list[Site]]  # of each layer
+    sources: dict[str, Source]  # of the matrices of all sites
     layer_names: list[dict[str, str]]  # of each layer: the tensors in the files by their names in the family
     other_parts: dict[str, list[str]]  # tensors that are stored as they are
     embedding: str  # the tensor in the files
@@ -66,10 +76,7 @@ def plan_folder(model: Safetensors, config: Mapping[str, Any], job: Int4Job) -> 
         label = quantization_label(section)
         raise ModelError(f"{model.name} is quantized already ({label})", SOURCES)
     decoder = read_config(config)
-    if decoder.family.delta:
-        message = f"the linear attention of {decoder.family.name} cannot be quantized beforehand"
-        raise ModelError(message, "run the folder with --quantize int4, or take its GGUF")
-    if (decoder.names.expert_gate_up or decoder.names.expert_gate_then_up) and decoder.experts:
+    if (decoder.names.expert_gate_up or decoder.family.dense_beside_experts) and decoder.experts:
         message = f"the experts of {decoder.family.name} are one tensor, for which the packed layout has no form"
         own = decoder.family.gguf == "gpt-oss"
         hint = "use its own MXFP4 files, which have 4 bits already" if own else "convert it, and quantize the GGUF"
@@ -86,9 +93,14 @@ def plan_folder(model: Safetensors, config: Mapping[str, Any], job: Int4Job) -> 
         else:
             others.append(file_name)
     sites = [layer_sites(decoder, i, names) for i in range(len(layers))]
-    matrices = {
-        names[f"{stem}.weight"] for layer in sites for site in layer for stem in site.matrices
-    }  # names in the files
+    stacked = _stacked(decoder, model, names)
+    sources = {
+        stem: stacked.get(stem) or Source(names[f"{stem}.weight"], names[f"{stem}.weight"].removesuffix(".weight"))
+        for layer in sites
+        for site in layer
+        for stem in site.matrices
+    }
+    matrices = {source.tensor for source in sources.values()}
     for file_name in sorted(matrices):
         _require_fit(model, file_name, job.group)
     ends = (f"{decoder.names.embedding}.weight", f"{decoder.names.output}.weight")
@@ -96,6 +108,7 @@ def plan_folder(model: Safetensors, config: Mapping[str, Any], job: Int4Job) -> 
     return Plan(
         config=decoder,
         sites=sites,
+        sources=sources,
         layer_names=layers,
         other_parts=_other_parts(model, others),
         embedding=embedding,
@@ -103,7 +116,7 @@ def plan_folder(model: Safetensors, config: Mapping[str, Any], job: Int4Job) -> 
         scale_dtype=_scale_dtype(model, matrices),
         nbytes=_nbytes(model, matrices, job.group, symmetric=job.symmetric),
         layer_weights=max(sum(math.prod(model.tensors[name].shape) for name in layer.values()) for layer in layers),
-        hessian_bytes=max(_hessian_bytes(model, names, layer) for layer in sites),
+        hessian_bytes=max(_hessian_bytes(model, sources, layer) for layer in sites),
     )
 
 
@@ -161,5 +174,26 @@ def _nbytes(model: Safetensors, matrices: set[str], group: int, *, symmetric: bo
     return total
 
 
-def _hessian_bytes(model: Safetensors, names: Mapping[str, str], sites: list[Site]) -> int:
-    return sum(4 * model.tensors[names[f"{site.matrices[0]}.weight"]].shape[1] ** 2 for site in sites)
+def _hessian_bytes(model: Safetensors, sources: Mapping[str, Source], sites: list[Site]) -> int:
+    return sum(4 * model.tensors[sources[site.matrices[0]].tensor].shape[-1] ** 2 for site in sites)
+
+
+def _stacked(config: ModelConfig, model: Safetensors, names: Mapping[str, str]) -> dict[str, Source]:
+    """Return the matrices of experts that are two tensors in a layer, which become separate ones."""
+    ours, found = config.names, {}
+    for i in range(len(config.layers)):
+        gate_up = ours.expert_gate_then_up.format(i=i)
+        if gate_up not in names or config.experts is None:
+            continue
+        inner = model.tensors[names[gate_up]].shape[1] // 2
+        down = ours.expert_down.replace(".{e}", "").format(i=i)
+        prefix = names[gate_up].removesuffix(gate_up.removeprefix("model."))
+        for e in range(config.experts.count):
+            for pattern, tensor, rows in (
+                (ours.expert_gate, gate_up, slice(0, inner)),
+                (ours.expert_up, gate_up, slice(inner, 2 * inner)),
+                (ours.expert_down, down, slice(None)),
+            ):
+                stem = pattern.format(i=i, e=e)
+                found[stem] = Source(names[tensor], prefix + stem.removeprefix("model."), e, rows)
+    return found

@@ -61,6 +61,7 @@ def cases() -> Iterator[EmulatedCase]:
     for norm in (False, True):
         run = partial(_gate_heads, norm)
         yield EmulatedCase("head_gate", "bfloat16", 3, "norm" if norm else "plain", run, main=(90,) if norm else ())
+    yield EmulatedCase("head_gate", "float32", 5, "row", _gate_rows, main=(86,))
     for delta in delta_cases.CASES:
         rows, main = max(run.rows for run in delta.runs), (90,) if delta.name == "wide heads" else ()
         yield EmulatedCase("delta", str(delta.dtype)[6:], rows, delta.name, partial(_delta, delta), main=main)
@@ -147,6 +148,14 @@ def _gate_heads(norm: bool, seed: int) -> Outcome:
         want = want * gate * weight / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
     got = gate_heads(x, gate, weight, 1e-6, out_dtype=torch.float32, implementation="triton")
     return within(got, want, 2e-6 * want.abs())
+
+
+def _gate_rows(seed: int) -> Outcome:
+    """Gate whole rows by one number each."""
+    g = generator(seed)
+    x, gate = torch.randn(5, 3, 32, generator=g), 3 * torch.randn(5, 2, generator=g)[:, 1:, None]
+    want = x.double() * torch.sigmoid(gate.double())
+    return within(gate_heads(x, gate, out_dtype=torch.float32, implementation="triton"), want, 2e-6 * want.abs())
 
 
 def _delta(case: delta_cases.Case, seed: int) -> Outcome:

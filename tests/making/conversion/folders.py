@@ -26,6 +26,8 @@ SPLIT_OF = {
     "gpt_oss": "gpt-4o",
     "ministral3": "tekken",
     "granite": "llama-bpe",
+    "qwen3_5": "qwen35",
+    "qwen3_5_moe": "qwen35",
 }
 PIECES = ("llama2", "tied", "mixtral", "phi3", "gemma", "gemma2", "gemma3", "gemma4", "gemma4_moe", "mistral")
 
@@ -61,13 +63,13 @@ def write_letters(folder: Path, split: str) -> None:
     document = {
         "version": "1.0",
         "added_tokens": _added(added, bos, plain="<tool>"),
-        "normalizer": {"type": "NFC"} if split == "qwen2" else None,
+        "normalizer": {"type": "NFC"} if split.startswith("qwen") else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-        "post_processor": None if split == "qwen2" else _template(added[0], bos),
+        "post_processor": None if split.startswith("qwen") else _template(added[0], bos),
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": {"type": "BPE", "ignore_merges": split == "llama-bpe", "vocab": vocab, "merges": merges},
     }
-    own = {} if split == "qwen2" else {"bos_token": added[0]}
+    own = {} if split.startswith("qwen") else {"bos_token": added[0]}
     _write(folder, document, {**own, "eos_token": added[1], "chat_template": TEMPLATE})
 
 

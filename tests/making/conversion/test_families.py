@@ -20,9 +20,10 @@ from tests.making.conversion.folders import LLAMA_CPP, VOCAB, folder_of, write_t
 from tests.models.test_gguf_models import F32, GELU, llama_logits
 from tests.models.test_quantized_models import as_mxfp4
 from tests.models.tiny_gguf import write_gguf
-from tests.models.tiny_models import WINDOW, build, expected, relative_error, text, write
+from tests.models.tiny_models import DELTA, WINDOW, build, expected, relative_error, stacked_experts, text, write
 
 LENGTH = 33
+ROPE = DELTA["rope_parameters"]
 
 
 def tensors_of(path: Path) -> dict[str, NDArray[Any]]:
@@ -86,6 +87,19 @@ def test_experts_in_mxfp4_keep_their_codes(tmp_path: Path) -> None:
     reference = tensors_of(write_gguf(model, tmp_path / "reference.gguf"))
     for name, values in tensors_of(out).items():
         np.testing.assert_allclose(values, reference[name], rtol=1e-6, err_msg=name)
+
+
+def test_stacked_experts_are_the_same_as_experts_apart(tmp_path: Path) -> None:
+    """Of Qwen 3.5 both are there: one tensor for all experts, or one for each."""
+    folder = folder_of("qwen3_5_moe", tmp_path / "folder")
+    convert_folder(folder, tmp_path / "apart.gguf")
+    save_file(stacked_experts(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+    convert_folder(folder, tmp_path / "stacked.gguf")
+    apart = tensors_of(tmp_path / "apart.gguf")
+    stacked = tensors_of(tmp_path / "stacked.gguf")
+    assert stacked.keys() == apart.keys()
+    for tensor, values in stacked.items():
+        np.testing.assert_array_equal(values, apart[tensor], err_msg=tensor)
 
 
 def test_types_are_kept_or_chosen(tmp_path: Path) -> None:
@@ -165,6 +179,9 @@ def test_a_name_that_llama_cpp_takes_for_another_vocabulary(tmp_path: Path) -> N
         ("gemma2", {"query_pre_attn_scalar": 24}, "it divides by the root of 24"),
         ("llama2", {"hidden_act": "gelu"}, "its activation is gelu"),
         ("smollm3", {"no_rope_layer_interval": 2}, "do not rotate"),
+        ("qwen3_5", {"linear_key_head_dim": 16}, "keys and values of its linear attention differ"),
+        ("qwen3_5", {"rope_parameters": {**ROPE, "mrope_section": [4, 2, 2]}}, "leave pairs of 16 numbers unturned"),
+        ("qwen3_5", {"layer_types": ["full_attention", "linear_attention"] * 2}, "are not evenly spaced"),
     ],
 )
 def test_a_model_that_llama_cpp_would_compute_otherwise_is_refused(

@@ -26,7 +26,8 @@ from tests.real_data import vocabulary as vocabulary_file
 
 TEXTS = Count(test=60, soak=3000)
 ALPHABET = (
-    "abc the hello world She said once 123456 \n\t' 's 'LL don't é \u017f … 你好 あ 🚀 Ж _-/=+.,!?<|im_end|><tool> "
+    "abc the hello world She said once 123456 \n\t' 's 'LL don't é \u017f … 你好 あ 🚀 Ж हिन्दी "
+    "_-/=+.,!?<|im_end|><tool> "
 )
 NUM_REAL = Count(test=1, soak=5)  # large vocabularies take seconds
 REAL = {"llama-spm": "llama", "gpt-2": "gpt2", "phi-3": "llama", "llama-bpe": "gpt2", "qwen2": "gpt2"}
@@ -67,7 +68,7 @@ def llama_tokenizer(folder: Path, num_rows: int = VOCAB) -> LlamaTokenizer:
     return LlamaTokenizer.from_file(write_vocabulary(vocabulary, folder / "vocabulary.gguf"))
 
 
-@pytest.mark.parametrize("kind", ["llama-bpe", "qwen2", "gpt-4o", "tekken", "pieces", "gemma"])
+@pytest.mark.parametrize("kind", ["llama-bpe", "qwen2", "qwen35", "gpt-4o", "tekken", "pieces", "gemma"])
 def test_texts_are_split_as_by_the_folders_tokenizer(kind: str, tmp_path: Path) -> None:
     if kind in ("pieces", "gemma"):
         write_pieces(tmp_path, gemma=kind == "gemma")
@@ -75,8 +76,11 @@ def test_texts_are_split_as_by_the_folders_tokenizer(kind: str, tmp_path: Path) 
         write_letters(tmp_path, kind)
     own = RustTokenizer.from_file(str(tmp_path / "tokenizer.json"))
     tokenizer = llama_tokenizer(tmp_path)
+    with open_gguf(tmp_path / "vocabulary.gguf") as gguf:
+        ours = gguf_tokenizer(gguf.metadata)  # of machines without llama.cpp
     for text in texts(seed=3):
         assert tokenizer.encode(text, special=True, bos=True) == own.encode(text).ids, text
+        assert ours.encode(text, special=True, bos=True) == own.encode(text).ids, text
 
 
 def test_keys_of_a_byte_level_vocabulary(tmp_path: Path) -> None:

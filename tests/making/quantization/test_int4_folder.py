@@ -28,14 +28,15 @@ from edgelm.models.loading.sources import FolderSource
 from tests.commands.test_torch_engine import write_tokenizer
 from tests.counts import Count
 from tests.models.test_architectures import decoder_of
-from tests.models.tiny_models import Session, build, mean_relative_error, relative_error, text, write
+from tests.models.tiny_models import Session, build, mean_relative_error, relative_error, stacked_experts, text, write
 
 CPU = torch.device("cpu")
-NUM_FAMILIES = Count(test=4, soak=13)
+NUM_FAMILIES = Count(test=5, soak=15)
 FAMILIES = (
     "llama3",
     "qwen3_moe",
     "gemma2",
+    "qwen3_5_moe",
     "granite",
     "phi3",
     "ministral3",
@@ -43,6 +44,7 @@ FAMILIES = (
     "mixtral",
     "qwen2",
     "qwen3",
+    "qwen3_5",
     "smollm3",
     "gemma3",
     "gemma4",
@@ -149,6 +151,26 @@ def test_a_quantized_folder_loads_and_answers_nearly_the_same(
     assert packed.shape == (32, 64 // 8)
     assert ("model.layers.1.mlp.up_proj.weight_zero_point" in tensors) != symmetric
     assert find_local(str(out)).format == "safetensors"
+
+
+def test_stacked_experts_become_separate_ones(tmp_path: Path) -> None:
+    """A mixture of gated delta nets: two tensors for all experts give the same bytes as two for each."""
+    results = []
+    model = build("qwen3_5_moe", vocab_size=258, num_hidden_layers=1)  # states carry errors from layer to layer
+    for kind in ("apart", "stacked"):
+        folder = write(model, tmp_path / kind)
+        write_tokenizer(folder)
+        if kind == "stacked":
+            save_file(stacked_experts(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+        out, _ = quantize(folder, tmp_path / f"{kind}-int4")
+        results.append(read_all(out))
+        ids = list(b"the quick brown fox")
+        assert mean_relative_error(logits(out, ids), logits(folder, ids)) < 0.7
+    apart, stacked = results
+    assert apart.keys() == stacked.keys()
+    assert all(torch.equal(apart[name], stacked[name]) for name in apart)
+    kept = {name.rpartition(".")[2] for name in apart if "in_proj_b" in name or "shared_expert_gate" in name}
+    assert kept == {"weight"}  # rates and gates keep all their digits
 
 
 @pytest.mark.parametrize("name", ["phi3", "gemma2"])
