@@ -28,7 +28,7 @@ from edgelm.backends.torch.graph_sizes import SIZES
 from edgelm.backends.torch.graphs import Graphs
 from edgelm.backends.torch.memory import num_states
 from edgelm.backends.torch.sampler import DeviceSampler, Launch, RowRequest
-from edgelm.base.errors import DeviceError, SnapshotError
+from edgelm.base.errors import DeviceError, LostStepError, SnapshotError
 from edgelm.engine.core import (
     LAST,
     NOT_A_TOKEN,
@@ -60,6 +60,7 @@ from edgelm.models.decoder import Decoder
 log = logging.getLogger(__name__)
 
 PART_TOKENS = 64  # of a step that is computed in parts, since it needs too much memory
+NUM_IN_PARTS = 1024  # larger steps with recurrent states behind one that needed too much; doubled by each further one
 MAX_ROWS = ROWS  # sampled rows of a step: with more, a verified row would have other rounding than a decoded one
 
 
@@ -125,6 +126,7 @@ class TorchExecutor:
         self._buffers: StepBuffers | None = None
         self._graphs: Graphs | None = None
         self._splits_steps = False  # not while loading: there, a smaller context is better
+        self._in_parts, self._next_in_parts = 0, NUM_IN_PARTS  # steps, of a model with recurrent states
         try:
             with gpu_errors():
                 self._allocate(decoder, options, cache_format, reports)
@@ -253,29 +255,41 @@ class TorchExecutor:
         """Do the ops, then run the chunks.
 
         Raises OutOfMemoryError, after which other steps may run, and DeviceError, after which none can. A step that
-        needs too much memory is computed in parts, but with recurrent states it fails, and all of its sequences end.
+        needs too much memory is computed in parts. Recurrent states cannot be moved a second time: LostStepError, and
+        from then on such steps are computed in parts at once, for a while.
         """
         for op in step.ops:
             self._apply(op)
         if not step.chunks:
             return
         self._check(step)
+        if self._in_parts and self._needs_memory(step):
+            self._in_parts -= step.num_tokens > PART_TOKENS
+            self._logits = self._forward_in_parts(step)
+            return
         try:
             self._logits = self._forward(step)
             return
         except OutOfMemoryError as error:
-            if not self._splits_steps or self._info.num_states:  # states cannot be moved a second time
+            if not self._splits_steps or (self._info.num_states and not self._needs_memory(step)):
                 raise
             message = error.message
         # Here and not above, where the error would keep the memory of the first try.
         log.warning("%s: a step of %d tokens is computed in parts", message, step.num_tokens)
-        self._logits = self._forward_in_parts(step)
-
-    def _forward_in_parts(self, step: Step) -> Tensor:
-        """Run a step that needs too much memory part by part. The KV that the first try wrote is written again."""
         self._logits = torch.empty(0)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+        if self._info.num_states:
+            self._in_parts, self._next_in_parts = self._next_in_parts, 2 * self._next_in_parts
+            raise LostStepError(message)
+        self._logits = self._forward_in_parts(step)
+
+    def _needs_memory(self, step: Step) -> bool:
+        """Tell whether a step allocates memory: no graph holds it."""
+        return not (self._graphs and self._graphs.bucket(bucket_of(step)))
+
+    def _forward_in_parts(self, step: Step) -> Tensor:
+        """Run a step that needs too much memory part by part. KV that a first try wrote is written again."""
         parts = [self._forward(part)[: part.num_rows].clone() for part in parts_of(step)]  # a graph's are its own
         with torch.inference_mode():
             return torch.cat(parts)
@@ -438,4 +452,7 @@ def parts_of(step: Step, max_tokens: int = PART_TOKENS) -> Iterator[Step]:
         for begin in range(0, len(chunk.tokens), max_tokens):
             tokens = chunk.tokens[begin : begin + max_tokens]
             rows = max(begin + len(tokens) - max(begin, first_row), 0)
-            yield Step((Chunk(chunk.seq, chunk.start + begin, tokens, rows, chunk.kv),))
+            start, state = chunk.start + begin, chunk.state
+            if state and len(tokens) < len(chunk.tokens):  # of a prompt, whose state moves with the chunk
+                state = state._replace(start=start, goal=start + len(tokens))
+            yield Step((Chunk(chunk.seq, start, tokens, rows, chunk.kv, state),))
