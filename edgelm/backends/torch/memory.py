@@ -299,11 +299,10 @@ def plan_for_torch(
 
         beside = DraftModel.of(draft, memory(draft)) if draft else None
         own = memory(model)
-        return TorchPlan(
-            plan(model, settings, machine, own, draft=beside, least_context=least_context, with_options=with_options),
-            sequences,
-            step_tokens,
+        chosen = plan(
+            model, settings, machine, own, draft=beside, least_context=least_context, with_options=with_options
         )
+        return TorchPlan(replace(chosen, heads=uses_head(model, settings)), sequences, step_tokens)
 
     usual = planned(settings.parallel, STEP_TOKENS[device])
     if usual.plan.preferred or device != "cuda":

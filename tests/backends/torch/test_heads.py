@@ -43,6 +43,7 @@ from edgelm.models.loading.sources import FolderSource, GGUFSource
 from edgelm.models.next_head import NextHead
 from tests import odd_models
 from tests.backends.llama.test_speculation import chi_square, critical
+from tests.backends.torch.test_device import fake_cuda, give_graphs  # noqa: F401 - a fixture
 from tests.backends.torch.test_executor import answer, answers, requests_of
 from tests.counts import Count
 from tests.engine.sampling.slow import exact
@@ -284,6 +285,23 @@ def test_nothing_is_drafted_without_hidden_states(model: Loaded) -> None:
     assert executor.heads.first(5, [1, 2]) == (NOT_A_TOKEN, 0.0), "a sequence that never began"
     fed.compute([9, 8, 7])
     assert fed.heads.first(0, [9, 8, 7, 6, 5]) == (NOT_A_TOKEN, 0.0), "a token that was not computed"
+
+
+@pytest.mark.usefixtures("fake_cuda")
+def test_hidden_states_come_out_of_graphs(tmp_path: Path) -> None:
+    loaded = load_both(write_odd(tmp_path / "m.gguf", "qwen35", 5, heads=1.0))
+    drafts = []
+    for graphed in (False, True):
+        executor = executor_of(loaded, max_tokens=64)
+        if graphed:
+            give_graphs(executor)
+        fed = Fed(executor, 0)
+        fed.compute(list(range(20, 32)))
+        drafts.append(fed.draft(9))
+        fed.compute([9], [8, 7, 6])
+        drafts[-1] += fed.draft(40)
+    for (token, chance), (same, also) in zip(*drafts, strict=True):
+        assert (token, chance) == (same, pytest.approx(also, rel=1e-3))
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
