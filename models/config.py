@@ -125,6 +125,7 @@ class ModelConfig:
     context: int
     experts: ExpertConfig | None
     tied: bool | None  # the output matrix is the embedding; None: not stated, so it is if the file has no other
+    next_layer: LayerConfig | None = None  # of the head that predicts the token after the next one
 
     # The decoder's residual stream is the family's over `residual_scale`: then blocks need not scale their results.
 
@@ -239,6 +240,7 @@ def _read_gguf(metadata: Mapping[str, Any]) -> ModelConfig:
         context=values.integer("context_length"),
         experts=experts,
         tied=None,
+        next_layer=_next_layer(shape.num_layers - num_layers, layers),
     )
 
 
@@ -342,6 +344,7 @@ def _read_folder(config: Mapping[str, Any]) -> ModelConfig:
         context=context,
         experts=experts,
         tied=bool(values.get("tie_word_embeddings")),
+        next_layer=_next_layer(values.integer("mtp_num_hidden_layers", default=0), layers),
     )
 
 
@@ -427,6 +430,11 @@ def _folder_windows(values: Values, family: Family, rotated: Sequence[bool]) -> 
 
 
 # -- both --------------------------------------------------------------------------------------------------------------
+
+
+def _next_layer(count: int, layers: Sequence[LayerConfig]) -> LayerConfig | None:
+    """Return the layer that predicts the token after the next one: it attends, as the others that do."""
+    return next((layer for layer in layers if layer.delta is None), None) if count == 1 else None
 
 
 def _embedding_scale(family: Family, shape: Shape) -> float:

@@ -251,6 +251,9 @@ class Decoder:
         residual = embedding(
             ids, self.weights.embedding, scale=self.config.stream_scale, last=last, implementation=self.implementation
         )
+        return self._through(residual, batch, caches)
+
+    def _through(self, residual: Tensor, batch: Batch, caches: Sequence[LayerCache | StateCache]) -> Stream:
         stream = Stream(residual, self._first_norm)
         stream = stream._replace(x=self._normed(stream, self.dtype))
         for layer, cache, (feed_norm, next_norm) in zip(self.weights.layers, caches, self._norms, strict=True):
@@ -456,6 +459,7 @@ class Decoder:
         lengths: Lengths | None = None,
         gate: Gate | None = None,
         residual: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         return matmul(
             x,
@@ -464,6 +468,6 @@ class Decoder:
             residual=residual,
             gate=gate,
             lengths=lengths,
-            out_dtype=torch.float32 if residual is not None else self.dtype,
+            out_dtype=out_dtype or (torch.float32 if residual is not None else self.dtype),
             implementation=self.implementation,
         )

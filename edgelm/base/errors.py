@@ -67,8 +67,12 @@ class GpuLoadError(EdgeLMError):
     """A model cannot be loaded on this GPU, but without CUDA perhaps: by a new process, which is told the message."""
 
 
-class SnapshotError(EngineError):
-    """A snapshot cannot be loaded. Its step is lost, but the KV can be computed again."""
+class LostStepError(EngineError):
+    """A step has no result, but the cache can be computed again: no request fails."""
+
+
+class SnapshotError(LostStepError):
+    """A snapshot cannot be loaded."""
 
 
 class StillLoadingError(EdgeLMError):

@@ -74,8 +74,15 @@ def folder_facts(model: Safetensors) -> ModelFacts:
         ),
         experts=experts.count,
         experts_used=max(experts.used),
+        mtp_heads=folder_heads(model, config),
         state_bytes=delta_state_bytes(decoder_values(config), summary.kv_heads),
     )
+
+
+def folder_heads(model: Safetensors, config: Mapping[str, Any]) -> int:
+    """Return how many layers predict the tokens after the next one, where the torch engine can run them: 1 or 0."""
+    count = decoder_values(config).integer("mtp_num_hidden_layers", default=0)
+    return int(count == 1 and "mtp.fc.weight" in model.tensors)
 
 
 def _config(model: Safetensors) -> Mapping[str, Any]:

@@ -207,18 +207,26 @@ class Trim(NamedTuple):
 
 
 class Save(NamedTuple):
-    """Keep a snapshot of a slot, or of these blocks, under `key`, outside the cache."""
+    """Keep a snapshot of a slot, or of these blocks, under `key`, outside the cache.
+
+    `state` is the slot of the state behind the last block; None: the model has none beside its KV.
+    """
 
     kv: tuple[int, ...] | int
     key: int
+    state: int | None = None
 
 
 class Load(NamedTuple):
-    """Load the snapshot `key` into an empty slot, or its blocks from number `first` on into these; it stays."""
+    """Load the snapshot `key` into an empty slot, or its blocks from number `first` on into these; it stays.
+
+    Its state goes to the slot `state`.
+    """
 
     key: int
     kv: tuple[int, ...] | int
     first: int = 0
+    state: int | None = None
 
 
 class Drop(NamedTuple):

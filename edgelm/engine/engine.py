@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 import numpy as np
 from numpy.typing import NDArray
 
-from edgelm.base.errors import BusyError, DeviceError, EdgeLMError, EngineError, RequestError, SnapshotError
+from edgelm.base.errors import BusyError, DeviceError, EdgeLMError, EngineError, LostStepError, RequestError
 from edgelm.base.sampling import SamplingParams
 from edgelm.engine.clock import StepClock
 from edgelm.engine.core import (
@@ -271,7 +271,7 @@ class Engine:
             self.counters.preempted(self._scheduler.num_preemptions)
             self._scheduler.work(min(WORK_SHARE * self._pipeline.step_s, MAX_WORK_S))
             return events
-        except SnapshotError as error:
+        except LostStepError as error:
             return self._recompute(error)
         except DeviceError:
             raise
@@ -304,8 +304,8 @@ class Engine:
                 self.counters.admitted(chunk.seq)
         return step
 
-    def _recompute(self, error: SnapshotError) -> list[Event]:
-        log.warning("%s; it is computed again", error)
+    def _recompute(self, error: LostStepError) -> list[Event]:
+        log.warning("%s; all running requests are computed again", error.message)
         self._pipeline.reset()
         self._scheduler.recompute()
         return []

@@ -42,7 +42,7 @@ from edgelm.engine.core import (
     Store,
 )
 from edgelm.engine.prefixes import MIN_PREFIX_LEN, MIN_STORED_LEN, FileIndex
-from edgelm.engine.save_points import MIN_GAIN_LEN
+from edgelm.engine.save_points import MIN_GAIN_LEN, dispensable
 from edgelm.engine.shared_prefixes import SHARED_SHARE, BranchPoints, SharedChains
 from edgelm.engine.state_slots import StateSlots
 
@@ -105,7 +105,6 @@ class PagedKV:
         self._states = (
             StateSlots(info.max_sequences, num_saved, block_len, info.max_draft + 1) if info.num_states else None
         )
-        assert not (self._states and self._store), "states are not kept in files"
         self._keys = itertools.count()
         self._ops: list[Op] = []
         self._taken: tuple[Op, ...] = ()  # by the last step, which may have failed in the middle
@@ -141,9 +140,9 @@ class PagedKV:
         assert seq.kv is None
         assert seq.computed == 0
         hits = self._hits(seq)
-        digests = [self._digest(seq, index) for index in range(len(hits))] if self._states else []
+        num_hits = len(hits)
         if self._states:
-            hits = hits[: self._states.num_usable(digests)]
+            hits = hits[: self._states.num_usable(self._digests_of(seq, num_hits))]
         if self._comes_soon(seq, len(hits)) or not self._has_room(seq, hits):
             return False
         for block in hits:
@@ -151,9 +150,10 @@ class PagedKV:
             self._idle_last.pop(block, None)
             self._refs[block] += 1
         seq.kv = self._tables[seq] = table = Table(seq, hits, len(hits))
-        if self._states:
-            self._ops += self._states.begin(seq, digests, len(hits))
         leaves_file = self._load_stored(table)
+        if self._states:
+            digests = self._digests_of(seq, max(num_hits, table.num_full))
+            self._ops += self._states.begin(seq, digests, table.num_full)
         self._note_shared(seq, table.num_full, leaves_file)
         seq.computed = table.num_full * self._block_len
         return True
@@ -237,7 +237,8 @@ class PagedKV:
         recent_first = [(digests, False) for digests in self._idle_prefixes()]
         shared = [(digests, True) for digests in self._shared.kept() if self._reusable.keys() >= set(digests)]
         for digests, is_shared in [*recent_first[:1], *shared, *recent_first[1:]]:  # time may be short
-            self._keep(digests, is_shared)
+            for length in self._kept_lengths(digests):
+                self._keep(digests[:length], is_shared)
 
     def take_ops(self) -> tuple[Op, ...]:
         self._taken, self._ops = tuple(self._ops), []
@@ -307,18 +308,19 @@ class PagedKV:
             return False
         key, num_blocks, is_longer = fetched
         table.blocks += [self._take() for _ in range(num_hits, num_blocks)]
-        self._ops += [Load(key, tuple(table.blocks[num_hits:]), num_hits), Drop(key)]
+        state = self._states.reserve(self._digest(seq, num_blocks - 1)) if self._states else None
+        self._ops += [Load(key, tuple(table.blocks[num_hits:]), num_hits, state), Drop(key)]
         for index in range(num_hits, num_blocks):
             self._register(table.blocks[index], seq, index)
         table.num_full = num_blocks
         return is_longer
 
     def _fetch(self, seq: Sequence, num_hits: int) -> tuple[int, int, bool] | None:
-        """Read the file with the most blocks of a sequence.
+        """Read the file with the most blocks of a sequence; with states, one whose end the sequence reaches.
 
         Return its key, how many blocks can be used, and whether it has more.
         """
-        if self._store is None:
+        if self._store is None or (self._states and not self._states.has_room):
             return None
         tokens = np.array(seq.tokens, np.int32)
         least = num_hits + self._num_blocks(MIN_PREFIX_LEN)
@@ -326,8 +328,9 @@ class PagedKV:
             name, most, is_longer = "", 0, False
             for file, common in self._files.matches(seq.cache_namespace, tokens):
                 num_blocks = min(common, len(tokens) - 1) // self._block_len
-                if num_blocks >= max(least, most + 1):
-                    name, most, is_longer = file.name, num_blocks, len(file.tokens) // self._block_len > num_blocks
+                goes_on = len(file.tokens) // self._block_len > num_blocks
+                if num_blocks >= max(least, most + 1) and not (goes_on and self._states):
+                    name, most, is_longer = file.name, num_blocks, goes_on
             if not name:
                 return None
             key = next(self._keys)
@@ -348,6 +351,17 @@ class PagedKV:
             if not previous:  # or else its head was evicted
                 yield digests[::-1]
 
+    def _kept_lengths(self, digests: Seq[bytes]) -> list[int]:
+        """Return how many blocks of a prefix to keep: all of them, or with states those before some of these."""
+        if self._states is None:
+            return [len(digests)]
+        *others, last = self._states.lengths(digests) or [0]
+        if not last:
+            return []
+        tokens = [(length * self._block_len,) * 2 for length in others]
+        dropped = dispensable(last * self._block_len, tokens)
+        return [last, *(length for index, length in enumerate(others) if index not in dropped)]
+
     def _keep(self, digests: Seq[bytes], is_shared: bool) -> None:
         """Write the blocks of a prefix to a file, unless a file covers it."""
         links = [self._links[digest] for digest in digests]
@@ -356,17 +370,19 @@ class PagedKV:
         if len(tokens) < self._min_stored_len:
             return
         for file, common in self._files.matches(namespace, tokens):
-            if common == len(tokens) and file.shared >= is_shared:
+            covers = len(file.tokens) == common or not self._states
+            if common == len(tokens) and covers and file.shared >= is_shared:
                 return
         key = next(self._keys)
         blocks = tuple(self._reusable[digest] for digest in digests)
-        self._ops += [Save(blocks, key), Store(key, tokens, namespace, is_shared), Drop(key)]
+        state = self._states.slot_of(digests[-1]) if self._states else None
+        self._ops += [Save(blocks, key, state), Store(key, tokens, namespace, is_shared), Drop(key)]
 
     # -- shared prefixes -------------------------------------------------------------------------------------------
 
     def _note_shared(self, seq: Sequence, num_hits: int, leaves_file: bool) -> None:
         """Note the shared prefixes that a sequence begins with, and whether it leaves one behind its first blocks."""
-        digests = [self._digest(seq, index) for index in range(num_hits)]
+        digests = self._digests_of(seq, num_hits)
         before = self._shared.last
         self._shared.use(digests)
         if num_hits and (leaves_file or self._num_next[digests[-1]]) and self._leaves_at(seq, num_hits):
@@ -440,6 +456,9 @@ class PagedKV:
             self._num_next[previous] -= 1
             if not self._num_next[previous]:
                 del self._num_next[previous]
+
+    def _digests_of(self, seq: Sequence, num_blocks: int) -> list[bytes]:
+        return [self._digest(seq, index) for index in range(num_blocks)]
 
     def _digest(self, seq: Sequence, index: int) -> bytes:
         """Return the digest of a sequence's tokens up to the end of a block."""

@@ -79,7 +79,7 @@ class StepPipeline:
     def _launch_ahead(self, step: Step) -> _Launched | None:
         """Launch the step after `step`, unless it depends on the samples of `step`.
 
-        With recurrent states, a failure here fails `step` too, and ends all of its sequences.
+        With recurrent states, a failure here is one of `step` too.
         """
         ahead = self._scheduler.plan_ahead(step)
         try:

@@ -211,7 +211,7 @@ class Scheduler:
         return [Event(seq.id, finish_reason="error", error=error) for seq in failed]
 
     def recompute(self) -> None:
-        """Give up a step whose snapshots could not be loaded: no sequence ends, all are computed again."""
+        """Give up a step without a result: no sequence ends, all are computed again."""
         self._restart([])
 
     def _restart(self, failed: list[Sequence]) -> None:

@@ -12,6 +12,7 @@ next step can begin with its copy: then it lacks at most 15 more.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -90,20 +91,44 @@ class StateSlots:
         if digest in self._saved:
             self._saved[digest] = self._saved.pop(digest)
             return []
-        needed = set(self._paused.values())
-        oldest = next((saved for saved in self._saved if saved not in needed), None)
-        if state.saved in self._saved and state.saved not in needed:
-            slot = self._saved.pop(state.saved)
-        elif self._empty:
-            slot = self._empty.pop()
-        elif oldest:
-            slot = self._saved.pop(oldest)
-        else:
+        if state.saved in self._saved and state.saved not in self._paused.values():
+            self._empty.append(self._saved.pop(state.saved))
+        if not self.has_room:
             return []
-        self._saved[digest] = slot
+        slot = self.reserve(digest)
         if state.position not in state.save_at:
             state.saved = digest
         return [CopyState(state.slot, slot)]
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more state can be saved: preempted sequences may need them all."""
+        return bool(self._empty) or self._oldest is not None
+
+    @property
+    def _oldest(self) -> bytes | None:
+        """The least recently used state that no preempted sequence needs."""
+        needed = set(self._paused.values())
+        return next((saved for saved in self._saved if saved not in needed), None)
+
+    def reserve(self, digest: bytes) -> int:
+        """Return a slot for the state behind a prefix. There is room; the least recently used state makes way."""
+        if digest in self._saved:
+            self._saved[digest] = self._saved.pop(digest)
+            return self._saved[digest]
+        if not self._empty:
+            assert self._oldest
+            self._empty.append(self._saved.pop(self._oldest))
+        slot = self._saved[digest] = self._empty.pop()
+        return slot
+
+    def slot_of(self, digest: bytes) -> int:
+        """Return the slot of a saved state."""
+        return self._saved[digest]
+
+    def lengths(self, digests: Iterable[bytes]) -> list[int]:
+        """Return how many blocks of a prefix are before each of its saved states, ascending."""
+        return [count for count, digest in enumerate(digests, 1) if digest in self._saved]
 
     def forget(self, digests: list[bytes]) -> None:
         """Forget the saved states of these prefixes."""

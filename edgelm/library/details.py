@@ -14,7 +14,7 @@ from typing import Any
 
 from edgelm.base.errors import ModelError
 from edgelm.checkpoints.files import shown
-from edgelm.checkpoints.folder import folder_summary
+from edgelm.checkpoints.folder import folder_facts
 from edgelm.checkpoints.gguf import GGUF
 from edgelm.checkpoints.gguf_parse import Array
 from edgelm.checkpoints.json_scan import read_json
@@ -108,7 +108,7 @@ def gguf_details(gguf: GGUF) -> Details:
 
 def folder_details(model: Safetensors) -> Details:
     """Read an open folder of safetensors and its config files. Raises ModelError if they are impossible."""
-    summary = folder_summary(model)
+    facts = folder_facts(model)
     config = _json(model.folder / "tokenizer_config.json")
     special = {
         name.removesuffix("_token"): text
@@ -116,13 +116,14 @@ def folder_details(model: Safetensors) -> Details:
         if name.endswith("_token") and (text := _text(value.get("content") if isinstance(value, dict) else value))
     }
     return Details(
-        summary=summary,
+        summary=facts.summary,
         tokenizer=_text(config.get("tokenizer_class")),
         special_tokens=special,
         template=_folder_template(model.folder, config),
         licence=folder_licence(model.folder),
         problem=folder_problem(model.folder) or None,
         tensor_types=_by_type((info.dtype.name, info.num_elements, info.nbytes) for info in model.tensors.values()),
+        mtp_heads=facts.mtp_heads,
     )
 
 

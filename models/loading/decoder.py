@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -34,9 +34,10 @@ from edgelm.models.decoder import (
     SharedAndExperts,
     Weights,
 )
-from edgelm.models.families import LAYER, UNUSED, decoder_name
+from edgelm.models.families import GGUF_NAMES, LAYER, UNUSED, Names, decoder_name
 from edgelm.models.loading.sources import FolderSource, GGUFSource, WeightSource
 from edgelm.models.moe import Experts, Stack
+from edgelm.models.next_head import FOLDER_NEXT, GGUF_NEXT, Entrance, NextHead, NextNames
 from edgelm.models.rope import build_rope, uses_long
 from edgelm.models.rope_config import RopeConfig
 
@@ -82,6 +83,25 @@ def load_layer(config: ModelConfig, source: WeightSource, i: int, device: torch.
     return _Loader(config, source, torch.device(device), torch.float32, context).layer(i)
 
 
+def load_next_head(decoder: Decoder, source: WeightSource, context: int) -> NextHead | None:
+    """Load the head of a loaded model that predicts the token after the next one; None: its files have none.
+
+    Raises ModelError.
+    """
+    config = decoder.config
+    if config.next_layer is None:
+        return None
+    names = GGUF_NEXT if config.names.final_norm == GGUF_NAMES.final_norm else FOLDER_NEXT
+    own = replace(config, layers=(*config.layers, config.next_layer))
+    i = len(config.layers)
+    if names is FOLDER_NEXT:
+        texts = asdict(config.names).items()
+        layer_names = Names(**{name: text.replace("model.layers.{i}", "mtp.layers.0") for name, text in texts})
+        own = replace(own, names=layer_names)
+    loader = _Loader(own, source, decoder.device, decoder.dtype, context)
+    return loader.next_head(names, i, decoder) if loader.has(names.joint, i) else None
+
+
 def unreadable_reason(model: GGUF | Safetensors, metadata: Mapping[str, Any]) -> str | None:
     """Return in one line why a model cannot be loaded, else None: what `load` finds before it reads any numbers.
 
@@ -116,6 +136,26 @@ class _Loader:
         mixer = self.attention(i, layer) if layer.delta is None else self.delta_net(i, layer.delta)
         return Layer(mixer, self.feed(i, layer))
 
+    def next_head(self, names: NextNames, i: int, decoder: Decoder) -> NextHead:
+        """Load the head whose layer has this number. It shares what its files do not have with the decoder."""
+        shared = zip(decoder.config.layers, decoder.weights.layers, strict=True)
+        mixers = [(layer.rope, own.attention) for layer, own in shared]
+        self._ropes |= {rope: mixer.rope for rope, mixer in mixers if rope and isinstance(mixer, Attention) and mixer.rope}
+        hidden_size, weights = self._config.hidden_size, decoder.weights
+        entrance = Entrance(
+            self.norm(names.embedding_norm, i),
+            self.norm(names.hidden_norm, i),
+            self._linear(names.joint, i, sizes=(hidden_size,), columns=2 * hidden_size),
+        )
+        own = Weights(
+            embedding=self._linear(names.embedding, i).weight if self.has(names.embedding, i) else weights.embedding,
+            layers=(self.layer(i),),
+            norm=self.norm(names.norm, i) if self.has(names.norm, i) else weights.norm,
+            output=self._linear(names.output, i) if self.has(names.output, i) else weights.output,
+        )
+        config = replace(decoder.config, layers=(self._config.layers[i],), next_layer=None)
+        return NextHead(config, own, entrance, decoder.dtype, decoder.implementation)
+
     def feed(self, i: int, layer: LayerConfig) -> Feed:
         names = self._names
         if not layer.sparse:
@@ -141,11 +181,11 @@ class _Loader:
         head_dim = layer.head_dim
         q_rows, kv_rows = config.num_heads * head_dim, layer.num_kv_heads * head_dim
         sizes = (2 * q_rows if config.family.delta else q_rows, kv_rows, kv_rows)
-        if self._has(names.qkv, i):
+        if self.has(names.qkv, i):
             qkv = [self._linear(names.qkv, i, sizes=sizes)]
         else:
             named = list(zip((names.q, names.k, names.v), sizes, strict=True))
-            without = layer.keys_are_values or (layer.keys_are_values is None and not self._has(names.v, i))
+            without = layer.keys_are_values or (layer.keys_are_values is None and not self.has(names.v, i))
             qkv = [self._linear(name, i, sizes=(rows,)) for name, rows in named[: 2 if without else 3]]
         sinks = self._vector(names.sinks.format(i=i), config.num_heads) if config.family.sinks else None
         return Attention(
@@ -191,7 +231,7 @@ class _Loader:
 
     def feed_forward(self, i: int, post_norm: str) -> FeedForward:
         config, names = self._config, self._names
-        if names.gate_up and self._has(names.gate_up, i) and not self._has(names.gate, i):
+        if names.gate_up and self.has(names.gate_up, i) and not self.has(names.gate, i):
             gate_up = self._split_gate_up(i)
         else:
             rows = self._rows(names.gate, i)
@@ -230,7 +270,7 @@ class _Loader:
     def ends(self) -> tuple[Weight, Linear]:
         """Return the embedding and the output matrix. In many models they are one, under either name."""
         names, tied = self._names, self._config.tied
-        has_embedding, has_output = self._has(names.embedding), self._has(names.output)
+        has_embedding, has_output = self.has(names.embedding), self.has(names.output)
         if tied is False and not (has_embedding and has_output):
             missing = names.output if has_embedding else names.embedding
             message = f"the model has no tensor {missing}.weight, and its config.json does not tie input and output"
@@ -284,7 +324,7 @@ class _Loader:
     def _shape(self, name: str) -> tuple[int, ...]:
         return self._source.shape(self._file_name(name))
 
-    def _has(self, name: str, i: int = 0) -> bool:
+    def has(self, name: str, i: int = 0) -> bool:
         return f"{name.format(i=i)}.weight" in self._files
 
     def _rows(self, name: str, i: int) -> int:

@@ -413,12 +413,20 @@ class PagedMemory(FakeSnapshots):
 
     def apply(self, op: Op, lenient: bool) -> None:
         match op:
-            case Save(tuple(blocks), key):
+            case Save(tuple(blocks), key, state):
                 assert len(set(blocks)) == len(blocks)
-                self.save(key, [entry for block in blocks for entry in self._blocks[block]])
-            case Load(key, tuple(blocks), first):
+                assert (state is not None) == bool(self._info.num_states)
+                entries = [entry for block in blocks for entry in self._blocks[block]]
+                if state is not None:
+                    assert self._states[state] == (len(entries), entries[-1]), "it is behind the last block"
+                self.save(key, entries)
+            case Load(key, tuple(blocks), first, state):
                 assert len(set(blocks)) == len(blocks) > 0
-                entries = self.load(key)[first * self._block_len :]
+                entries = self.load(key)
+                if state is not None:
+                    assert len(entries) == (first + len(blocks)) * self._block_len
+                    self._states[state] = len(entries), entries[-1]
+                entries = entries[first * self._block_len :]
                 assert len(entries) >= len(blocks) * self._block_len
                 for place, block in enumerate(blocks):
                     self._blocks[block] = entries[place * self._block_len : (place + 1) * self._block_len]

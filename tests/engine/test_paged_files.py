@@ -234,6 +234,38 @@ def test_sessions_that_leave_a_file_of_the_last_process_show_a_shared_prefix() -
     assert [op.shared for op in loop.flush_idle() if isinstance(op, Store)] == [False, True, False]
 
 
+RECURRENT = {"context": 1024, "capacity": 4096, "max_sequences": 2, "num_states": 8, "max_draft": 3}
+
+
+def test_a_conversation_with_states_continues_after_a_restart() -> None:
+    loop = Disk(**RECURRENT)
+    first = loop.ask([1] * 300)
+    end = (len(first.tokens) - 1) // 16 * 16
+    saves = [op for op in loop.flush_idle() if isinstance(op, Save)]
+    assert [len(op.kv) * 16 for op in saves if isinstance(op.kv, tuple)] == [end, 272], "also where a retry goes on"
+    assert loop.flush_idle() == []
+    loop.start()
+    assert loop.ask([*first.tokens, 7, 8]).cached == end
+    assert loop.ask([*first.tokens, 9]).cached == end, "it is in the cache now"
+    assert loop.files.num_fetched == 1
+    loop.start()
+    retry = loop.ask([*[1] * 284, 5, 5, 5])
+    assert retry.cached == 272, "a shorter file, since a state is that behind all of its tokens"
+    loop.start()
+    assert loop.ask([1] * 260).cached == 0
+
+
+def test_a_damaged_file_of_a_state_is_computed_again() -> None:
+    loop = Disk(**RECURRENT)
+    first = loop.ask([1] * 300)
+    loop.restart()
+    loop.files.spoiled.add(max(loop.files.found, key=lambda file: len(file.tokens)).name)
+    assert loop.ask([*first.tokens, 7]).cached == 272
+    loop.start()
+    loop.files.spoiled.update(loop.files.entries)
+    assert loop.ask([*first.tokens, 7]).cached == 0
+
+
 def random_prompt(rng: random.Random, action: str, systems: list[list[int]], chats: list[Sequence]) -> list[int]:
     if action == "new" or not chats:
         return rng.choice(systems) + rng.choices(range(40), k=rng.randint(1, 20))
@@ -253,14 +285,17 @@ def disturb(rng: random.Random, action: str, loop: Disk) -> None:
         loop.files.spoiled.add(rng.choice(loop.files.found).name)
 
 
-def test_random_conversations_answer_as_without_a_cache() -> None:
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_random_conversations_answer_as_without_a_cache(recurrent: bool) -> None:
     """Turns, branches, parallel requests, restarts, damage: `Loop` compares each answer with that of one alone."""
     rng = random.Random(seed := fresh_seed())
     print("seed", seed)
     fetched = 0
     for _ in range(CONVERSATIONS):
         capacity = rng.choice([256, 320, 1024])
-        loop = Disk(rng.choice([4, 16, 32]), capacity=capacity, max_sequences=rng.choice([1, 2, 4]))
+        sequences = rng.choice([1, 2, 4])
+        facts = {"num_states": sequences + rng.choice([1, 4]), "max_draft": 3} if recurrent else {}
+        loop = Disk(rng.choice([4, 16, 32]), capacity=capacity, max_sequences=sequences, **facts)
         systems = [rng.choices(range(40), k=rng.randint(1, 60)) for _ in range(2)]
         chats: list[Sequence] = []
         for _ in range(14):

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from edgelm.backends.followed_heads import HEADS_WINDOW
 from edgelm.backends.plan import DeviceMemory, MachineMemory
 from edgelm.base.kv_modes import LLAMA_KV
 from edgelm.base.machine.cpu import processor_flags
@@ -29,7 +30,6 @@ MAX_COMPUTE_BYTES = 256 * MIB  # bound on the attention scores, by which the mic
 MAX_MICRO_BATCH = 512
 CELLS = 256  # llama.cpp rounds a context up to a multiple of this
 MAX_ROWS = 64  # sampled rows of a step
-HEADS_WINDOW = 32  # positions that heads see when they begin, and after a pause: 128 took as long as two plain steps
 REPEATABLE_KV = tuple(name for name, mode in LLAMA_KV.items() if mode.key_type != "F16")  # repeatable.py tells why
 
 # Measured by tests/bench/bench_plan.py; the first three on engines that serve, tests/server/test_predicted_memory.py.

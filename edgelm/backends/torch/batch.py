@@ -5,7 +5,8 @@ in one piece of memory, so one copy brings them to the device. Two pieces of pin
 device may still be copying the last one. Knows nothing of the model.
 
     tokens     ids, positions, slot_mapping              padding has slot -1, which is not written
-    rows       indices of the sampled tokens             padding repeats the first token
+    rows       indices of the sampled tokens, then of    padding repeats the first token
+               others whose hidden states are read
     sequences  query_start_loc, seq_lens, states,        padding has no queries and length 0
                block_tables
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -43,13 +44,18 @@ class Bucket:
     rows: int
     max_query_len: int  # tokens of one sequence
     only_prompts: bool = False  # each sequence has more than VERIFY_LEN tokens
+    others: int = 0  # rows beside the sampled ones
+
+    @property
+    def all_rows(self) -> int:
+        return self.rows + self.others
 
     def holds(self, other: Bucket) -> bool:
         """Return whether a step of the size `other` can be padded to this one."""
         return (
             other.tokens <= self.tokens
             and other.sequences <= self.sequences
-            and other.rows <= self.rows
+            and other.all_rows <= self.all_rows
             and other.max_query_len <= self.max_query_len
         )
 
@@ -60,7 +66,8 @@ class StepTensors:
 
     ids: Tensor  # int32 [tokens]; -1 - i: what row i of the previous step sampled, which only the device knows
     batch: Batch
-    rows: Tensor  # int64 [rows]: indices of the sampled tokens
+    rows: Tensor  # int64 [rows]: indices of the sampled tokens, and of others whose hidden states are read
+    num_sampled: int
 
 
 class StepBuffers:
@@ -84,16 +91,19 @@ class StepBuffers:
         self._copied = [torch.cuda.Event() for _ in self._host] if self._cuda else []
         self._turn = 0
 
-    def fill(self, step: Step, bucket: Bucket, last_rows: Mapping[int, int] = NO_ROWS) -> None:
+    def fill(
+        self, step: Step, bucket: Bucket, last_rows: Mapping[int, int] = NO_ROWS, others: Sequence[int] = ()
+    ) -> None:
         """Copy a step to the device, padded to a bucket.
 
-        LAST stands for what the previous step sampled: `last_rows` has the row there, by sequence id.
+        LAST stands for what the previous step sampled: `last_rows` has the row there, by sequence id. `others` are
+        the indices of more rows.
         """
         self._turn = (self._turn + 1) % len(self._host)
         if self._copied:
             self._copied[self._turn].synchronize()
         host, device = self._host[self._turn], self._device
-        self._write(host, step, bucket, last_rows)
+        self._write(host, step, bucket, last_rows, others)
         if self._copied:
             used = host.used_bytes(bucket.sequences)
             device.memory[:used].copy_(host.memory[:used], non_blocking=True)
@@ -114,10 +124,13 @@ class StepBuffers:
                 max_query_len=bucket.max_query_len,
                 only_prompts=bucket.only_prompts,
             ),
-            fields.rows[: bucket.rows],
+            fields.rows[: bucket.all_rows],
+            bucket.rows,
         )
 
-    def _write(self, host: _Fields, step: Step, bucket: Bucket, last_rows: Mapping[int, int]) -> None:
+    def _write(
+        self, host: _Fields, step: Step, bucket: Bucket, last_rows: Mapping[int, int], others: Sequence[int]
+    ) -> None:
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -141,7 +154,8 @@ class StepBuffers:
         fields.ids[: bucket.tokens] = ids + [0] * padding
         fields.positions[: bucket.tokens] = positions + [0] * padding
         fields.slot_mapping[: bucket.tokens] = slots + [NO_SLOT] * padding
-        fields.rows[: bucket.rows] = rows + [0] * (bucket.rows - len(rows))
+        rows += others
+        fields.rows[: bucket.all_rows] = rows + [0] * (bucket.all_rows - len(rows))
         fields.query_start_loc[: bucket.sequences + 1] = query_start_loc + [len(ids)] * padding_seqs
         fields.seq_lens[: bucket.sequences] = seq_lens + [0] * padding_seqs
         fields.states[: bucket.sequences] = states + [NO_STATE] * padding_seqs
@@ -157,10 +171,10 @@ class StepBuffers:
         return slots
 
 
-def bucket_of(step: Step) -> Bucket:
-    """Return the sizes of a step, without padding."""
+def bucket_of(step: Step, num_others: int = 0) -> Bucket:
+    """Return the sizes of a step with so many rows beside the sampled ones, without padding."""
     lengths = [len(chunk.tokens) for chunk in step.chunks] or [0]
-    return Bucket(step.num_tokens, len(step.chunks), step.num_rows, max(lengths), min(lengths) > VERIFY_LEN)
+    return Bucket(step.num_tokens, len(step.chunks), step.num_rows, max(lengths), min(lengths) > VERIFY_LEN, num_others)
 
 
 class _Arrays(NamedTuple):

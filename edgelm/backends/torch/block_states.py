@@ -1,6 +1,7 @@
 """The KV of some blocks as bytes, for snapshots: all blocks of the first plane of the first layer, then the next plane.
 
-Owns this format. Knows nothing of which blocks belong together, and of files.
+Behind them is the state of recurrent layers behind the last block, if a model has any, in the same order. Owns this
+format. Knows nothing of which blocks belong together, and of files.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from edgelm.base.errors import SnapshotError
 from edgelm.kernels.cache import LayerCache
+from edgelm.kernels.delta import StateCache
 
 PIECE_BYTES = 2**22  # less than the warm-up of any model needs
 FORMAT = 1  # part of the identity under which states are stored; another layout of kernels/cache is another format
@@ -47,6 +49,38 @@ def load_blocks(caches: Sequence[LayerCache], state: NDArray[np.uint8], blocks: 
             plane.index_copy_(0, index, wanted[some].to(plane.device))
 
 
+def slot_bytes(caches: Sequence[StateCache]) -> int:
+    """Return the bytes of one state in all layers."""
+    return sum(plane[0].nbytes for plane in _planes(caches))
+
+
+def save_slot(caches: Sequence[StateCache], slot: int, state: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Copy a recurrent state from the device to the end of `state`; return the part before it."""
+    for plane, part in _slot_parts(caches, state):
+        part.copy_(plane[slot])
+    return state[: -slot_bytes(caches)]
+
+
+def load_slot(caches: Sequence[StateCache], state: NDArray[np.uint8], slot: int) -> NDArray[np.uint8]:
+    """Copy the recurrent state at the end of `state` to the device; return the part before it.
+
+    Raises SnapshotError if it is too short.
+    """
+    if state.size < slot_bytes(caches):
+        raise SnapshotError(f"a snapshot of {state.size:,} bytes does not fit these states")
+    for plane, part in _slot_parts(caches, state):
+        plane[slot].copy_(part)
+    return state[: -slot_bytes(caches)]
+
+
+def _slot_parts(caches: Sequence[StateCache], state: NDArray[np.uint8]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each plane of states with its part of a snapshot."""
+    end = state.size - slot_bytes(caches)
+    for plane in _planes(caches):
+        start, end = end, end + plane[0].nbytes
+        yield plane, torch.from_numpy(state[start:end]).view(plane.dtype).view(plane.shape[1:])
+
+
 def _pieces(plane: Tensor, num_blocks: int) -> Iterator[slice]:
     """Yield the blocks of a plane that are copied at a time: a copy takes as much memory of the device again."""
     step = max(PIECE_BYTES // plane[0].nbytes, 1)
@@ -54,7 +88,7 @@ def _pieces(plane: Tensor, num_blocks: int) -> Iterator[slice]:
         yield slice(start, min(start + step, num_blocks))
 
 
-def _planes(caches: Sequence[LayerCache]) -> Iterator[Tensor]:
+def _planes(caches: Sequence[LayerCache | StateCache]) -> Iterator[Tensor]:
     for cache in caches:
         yield from cache.planes.values()
 

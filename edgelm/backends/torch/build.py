@@ -29,7 +29,7 @@ from edgelm.backends.torch.embedding import TorchEmbedder
 from edgelm.backends.torch.executor import MAX_ROWS, TorchExecutor, TorchOptions, device_name
 from edgelm.backends.torch.failures import OutOfMemoryError, gpu_errors
 from edgelm.backends.torch.kept_checks import verdict_for
-from edgelm.backends.torch.memory import TorchPlan, capacity, plan_for_torch
+from edgelm.backends.torch.memory import TorchPlan, capacity, plan_for_torch, uses_head
 from edgelm.base.config import Settings
 from edgelm.base.errors import DeviceError, DoesNotFitError, EdgeLMError, ModelError
 from edgelm.base.machine.cpu import usable_cores
@@ -52,12 +52,14 @@ from edgelm.engine.speculation.model_drafter import ModelDrafter
 from edgelm.engine.speculation.mtp_drafter import MtpDrafter
 from edgelm.kernels.cache import BLOCK_LEN
 from edgelm.kernels.choice import PDL, PLAIN_OPS
+from edgelm.kernels.delta import RING
 from edgelm.kernels.matmul import ROWS
 from edgelm.kernels.tuning import TUNED
 from edgelm.models.config import CONTEXT_FREE_ROPES, read_config
 from edgelm.models.decoder import Decoder
-from edgelm.models.loading.decoder import load
+from edgelm.models.loading.decoder import load, load_next_head
 from edgelm.models.loading.sources import FolderSource, GGUFSource
+from edgelm.models.next_head import NextHead
 from edgelm.text.prompt_token_cache import PromptTokenCache
 from edgelm.text.tokenizer import Tokenizer
 
@@ -95,10 +97,11 @@ def build_torch(
                 if checked:
                     check_ops(checked, settings, mode, reports.say)
         decoder = load_decoder(model, settings, device, option.context, reports)
+        head = _load_head(model, settings, decoder, option.context, reports) if job.drafts else None
         folder = _snapshot_folder(job.prefixes, model, settings, decoder, option) if job.prefixes else None
         store = SnapshotStore(int(SNAPSHOT_SHARE * available_memory_bytes()), folder) if folder else None
         tuned = own_places().cache / TUNED if settings.tune else None
-        executor = _executor(decoder, settings, option, model.name, step_tokens, tuned, store, reports)
+        executor = _executor(decoder, settings, option, model.name, step_tokens, tuned, store, reports, head)
         clock, drafter = StepClock(), None
         try:
             if job.drafts and settings.drafts:
@@ -172,20 +175,13 @@ def load_decoder(
     model: OpenedModel, settings: Settings, device: str, context: int, reports: Reports = LOGGED
 ) -> Decoder:
     """Load the weights, for contexts of this length. Raises ModelError, EngineError where the device fails."""
-    quantize: Literal["int4"] | None = "int4" if settings.quantize == "int4" else None
 
     def watch(done: int) -> None:  # bytes
         if not reports.loaded(min(done / max(source.total_bytes, 1), 1.0)):
             raise ModelError(f"loading {model.name} was cancelled")
 
-    source: GGUFSource | FolderSource
-    if model.gguf:
-        config, source = read_config(model.gguf.metadata), GGUFSource(model.gguf, quantize=quantize, progress=watch)
-    else:
-        assert model.folder is not None
-        assert model.config is not None
-        config = read_config(model.config)
-        source = FolderSource(model.folder, model.config, quantize=quantize, progress=watch)
+    config = read_config(model.gguf.metadata if model.gguf else model.config or {})
+    source = _source(model, settings, watch)
     implementation = "triton" if device == "cuda" else "reference"
     try:
         with gpu_errors():
@@ -197,6 +193,32 @@ def load_decoder(
         raise DoesNotFitError(f"{model.name} does not fit in the memory of the GPU", hint) from error
 
 
+def _source(
+    model: OpenedModel, settings: Settings, progress: Callable[[int], None] = lambda _: None
+) -> GGUFSource | FolderSource:
+    """Return the tensors of an open model, quantized as the settings say."""
+    quantize: Literal["int4"] | None = "int4" if settings.quantize == "int4" else None
+    if model.gguf:
+        return GGUFSource(model.gguf, quantize=quantize, progress=progress)
+    assert model.folder is not None
+    assert model.config is not None
+    return FolderSource(model.folder, model.config, quantize=quantize, progress=progress)
+
+
+def _load_head(
+    model: OpenedModel, settings: Settings, decoder: Decoder, context: int, reports: Reports
+) -> NextHead | None:
+    """Load the head that predicts the token after the next one, if it may draft; None: there is none to use."""
+    if not uses_head(model.facts, settings):
+        return None
+    try:
+        with gpu_errors():
+            return load_next_head(decoder, _source(model, settings), context)
+    except (ModelError, OutOfMemoryError) as error:
+        reports.say(f"the heads of {model.name} do not draft: {error.message}")
+        return None
+
+
 def _executor(
     decoder: Decoder,
     settings: Settings,
@@ -206,11 +228,12 @@ def _executor(
     tuned: Path | None = None,
     store: SnapshotStore | None = None,
     reports: Reports = LOGGED,
+    head: NextHead | None = None,
 ) -> TorchExecutor:
     """Make the executor; if its memory cannot be allocated, retry with half the context."""
     context = option.context
     while (
-        executor := _try_executor(decoder, settings, option.kv, context, step_tokens, tuned, store, reports)
+        executor := _try_executor(decoder, settings, option.kv, context, step_tokens, tuned, store, reports, head)
     ) is None:
         if (settings.ctx is not None and not settings.ctx_is_default) or context // 2 < MIN_CONTEXT:
             device = device_name(decoder.device)
@@ -229,6 +252,7 @@ def _try_executor(
     tuned: Path | None,
     store: SnapshotStore | None = None,
     reports: Reports = LOGGED,
+    head: NextHead | None = None,
 ) -> TorchExecutor | None:
     """Make an executor; None if its memory cannot be allocated. Raises EngineError for other failures."""
     options = TorchOptions(
@@ -243,7 +267,7 @@ def _try_executor(
         tuned=tuned,
     )
     try:
-        return TorchExecutor(decoder, options, store, reports)
+        return TorchExecutor(decoder, options, store, reports, head)
     except OutOfMemoryError:
         return None
 
@@ -279,11 +303,13 @@ def _snapshot_folder(
 ) -> SnapshotFolder | None:
     """Return the folder of a model's snapshots; None where the settings forbid it, or the files cannot be read."""
     bounds = Bounds.of(settings)
-    if not bounds.max_bytes or any(layer.delta for layer in decoder.config.layers):
-        return None  # states of recurrent layers are in no file
+    if not bounds.max_bytes:
+        return None
     facts: list[object] = [STATE_FORMAT, device_name(decoder.device), option.kv, BLOCK_LEN, settings.quantize]
     if settings.repeatable:
         facts.append("repeatable")
+    if any(layer.delta for layer in decoder.config.layers):
+        facts.append((RING, decoder.dtype))  # of the inputs beside states
     if any(layer.rope and layer.rope.kind not in CONTEXT_FREE_ROPES for layer in decoder.config.layers):
         facts.append(option.context)
     digest = hashlib.blake2b(repr(facts).encode(), digest_size=16)

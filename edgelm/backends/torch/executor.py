@@ -18,17 +18,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from edgelm.backends.followed_heads import HEADS_WINDOW
 from edgelm.backends.reports import LOGGED, Reports
 from edgelm.backends.snapshots import SnapshotStore
 from edgelm.backends.torch.batch import NO_ROWS, StepBuffers, StepTensors, bucket_of
-from edgelm.backends.torch.block_states import block_bytes, load_blocks, save_blocks
+from edgelm.backends.torch.block_states import block_bytes, load_blocks, load_slot, save_blocks, save_slot, slot_bytes
 from edgelm.backends.torch.compiling import compile_kernels
 from edgelm.backends.torch.failures import OutOfMemoryError, gpu_errors
 from edgelm.backends.torch.graph_sizes import SIZES
 from edgelm.backends.torch.graphs import Graphs
+from edgelm.backends.torch.heads import TorchHeads
 from edgelm.backends.torch.memory import num_states
 from edgelm.backends.torch.sampler import DeviceSampler, Launch, RowRequest
-from edgelm.base.errors import DeviceError, SnapshotError
+from edgelm.base.errors import DeviceError, LostStepError, SnapshotError
 from edgelm.engine.core import (
     LAST,
     NOT_A_TOKEN,
@@ -56,10 +58,12 @@ from edgelm.kernels.gpu_target import target_of
 from edgelm.kernels.matmul import ROWS
 from edgelm.kernels.tuning import TABLE
 from edgelm.models.decoder import Decoder
+from edgelm.models.next_head import NextHead
 
 log = logging.getLogger(__name__)
 
 PART_TOKENS = 64  # of a step that is computed in parts, since it needs too much memory
+NUM_IN_PARTS = 1024  # larger steps with recurrent states behind one that needed too much; doubled by each further one
 MAX_ROWS = ROWS  # sampled rows of a step: with more, a verified row would have other rounding than a decoded one
 
 
@@ -82,12 +86,17 @@ class TorchOptions:
 class TorchExecutor:
     """An `Executor` that owns a decoder.
 
-    `snapshots` holds blocks on their way to files and back; None: the steps have no ops.
+    `snapshots` holds blocks on their way to files and back; None: the steps have no ops. `head` predicts ahead.
     Raises OutOfMemoryError if its memory cannot be allocated; then all of it is free again, except the decoder's.
     """
 
     def __init__(
-        self, decoder: Decoder, options: TorchOptions, snapshots: SnapshotStore | None = None, reports: Reports = LOGGED
+        self,
+        decoder: Decoder,
+        options: TorchOptions,
+        snapshots: SnapshotStore | None = None,
+        reports: Reports = LOGGED,
+        head: NextHead | None = None,
     ) -> None:
         assert options.capacity % BLOCK_LEN == 0
         assert options.context <= options.capacity
@@ -95,6 +104,8 @@ class TorchExecutor:
         cache_format = FORMATS[options.kv]
         self._decoder: Decoder | None = decoder
         self._snapshots = snapshots
+        if snapshots:
+            snapshots.divisible = not any(layer.delta for layer in config.layers)
         self._device = device
         self._info = ExecutorInfo(
             engine="torch",
@@ -124,24 +135,32 @@ class TorchExecutor:
         self._caches: list[LayerCache | StateCache] = []
         self._buffers: StepBuffers | None = None
         self._graphs: Graphs | None = None
+        self._heads: TorchHeads | None = None
         self._splits_steps = False  # not while loading: there, a smaller context is better
+        self._in_parts, self._next_in_parts = 0, NUM_IN_PARTS  # steps, of a model with recurrent states
         try:
             with gpu_errors():
-                self._allocate(decoder, options, cache_format, reports)
+                self._allocate(decoder, options, cache_format, reports, head)
         except BaseException:
             self.close()  # here, since the error keeps this object alive while it is handled
             raise
         self._splits_steps = True
 
-    def _allocate(self, decoder: Decoder, options: TorchOptions, cache_format: KVFormat, reports: Reports) -> None:
+    def _allocate(
+        self, decoder: Decoder, options: TorchOptions, cache_format: KVFormat, reports: Reports, head: NextHead | None
+    ) -> None:
         device = decoder.device
         num_blocks = options.capacity // BLOCK_LEN
         with gpu_errors():
             self._caches = decoder.new_caches(cache_format, num_blocks, self._info.num_states, torch.float16)
+            max_rows = max(options.max_rows, SIZES[-1])  # a bucket has as many rows as tokens
+            if head:
+                max_rows += HEADS_WINDOW * options.max_sequences
+                self._heads = TorchHeads(head, cache_format, options.max_sequences, max_rows)
             self._buffers = StepBuffers(
                 max_tokens=options.max_tokens,
                 max_sequences=options.max_sequences,
-                max_rows=max(options.max_rows, SIZES[-1]),  # a bucket has as many rows as tokens
+                max_rows=max_rows,
                 max_blocks=-(-options.context // BLOCK_LEN),
                 block_len=BLOCK_LEN,
                 device=device,
@@ -182,6 +201,7 @@ class TorchExecutor:
                 self.forward(step)
                 self.sample(step, None)  # not read: no kernel wrote it
                 reports.alive()
+            self._warm_up_heads(reports)
         self._last_rows = NO_ROWS
         compile_kernels(needed, lambda done, total: reports.say(f"compiling the GPU's kernels: {done} of {total}"))
 
@@ -240,6 +260,11 @@ class TorchExecutor:
             self.forward(step)
             self.sample(step, None).read()
             reports.alive()
+        self._warm_up_heads(reports)
+
+    def _warm_up_heads(self, reports: Reports) -> None:
+        for _ in self._heads.warm_up() if self._heads else ():
+            reports.alive()
 
     @property
     def info(self) -> ExecutorInfo:
@@ -247,35 +272,47 @@ class TorchExecutor:
 
     @property
     def heads(self) -> Heads | None:
-        return None  # none of its families has any
+        return self._heads
 
     def forward(self, step: Step) -> None:
         """Do the ops, then run the chunks.
 
         Raises OutOfMemoryError, after which other steps may run, and DeviceError, after which none can. A step that
-        needs too much memory is computed in parts, but with recurrent states it fails, and all of its sequences end.
+        needs too much memory is computed in parts. Recurrent states cannot be moved a second time: LostStepError, and
+        from then on such steps are computed in parts at once, for a while.
         """
         for op in step.ops:
             self._apply(op)
         if not step.chunks:
             return
         self._check(step)
+        if self._in_parts and self._needs_memory(step):
+            self._in_parts -= step.num_tokens > PART_TOKENS
+            self._logits = self._forward_in_parts(step)
+            return
         try:
             self._logits = self._forward(step)
             return
         except OutOfMemoryError as error:
-            if not self._splits_steps or self._info.num_states:  # states cannot be moved a second time
+            if not self._splits_steps or (self._info.num_states and not self._needs_memory(step)):
                 raise
             message = error.message
         # Here and not above, where the error would keep the memory of the first try.
         log.warning("%s: a step of %d tokens is computed in parts", message, step.num_tokens)
-        self._logits = self._forward_in_parts(step)
-
-    def _forward_in_parts(self, step: Step) -> Tensor:
-        """Run a step that needs too much memory part by part. The KV that the first try wrote is written again."""
         self._logits = torch.empty(0)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+        if self._info.num_states:
+            self._in_parts, self._next_in_parts = self._next_in_parts, 2 * self._next_in_parts
+            raise LostStepError(message)
+        self._logits = self._forward_in_parts(step)
+
+    def _needs_memory(self, step: Step) -> bool:
+        """Tell whether a step allocates memory: no graph holds it."""
+        return not (self._graphs and self._graphs.bucket(bucket_of(step)))
+
+    def _forward_in_parts(self, step: Step) -> Tensor:
+        """Run a step that needs too much memory part by part. KV that a first try wrote is written again."""
         parts = [self._forward(part)[: part.num_rows].clone() for part in parts_of(step)]  # a graph's are its own
         with torch.inference_mode():
             return torch.cat(parts)
@@ -283,13 +320,18 @@ class TorchExecutor:
     def _forward(self, step: Step) -> Tensor:
         """Run chunks; return the logits of their rows, and perhaps of padding."""
         assert self._buffers is not None, "the executor is closed"
-        size = bucket_of(step)
+        others = self._heads.others(step) if self._heads else []
+        size = bucket_of(step, len(others))
         bucket = self._graphs.bucket(size) if self._graphs else None
         with gpu_errors(), torch.inference_mode():
-            self._buffers.fill(step, bucket or size, self._last_rows)
+            self._buffers.fill(step, bucket or size, self._last_rows, others)
             if bucket and self._graphs:
-                return self._graphs.replay(bucket)
-            return self._run(self._buffers.views(size))
+                logits = self._graphs.replay(bucket)
+            else:
+                logits = self._run(self._buffers.views(size))
+            if self._heads:
+                self._heads.take(step)
+        return logits
 
     def sample(self, step: Step, masks: Masks | None) -> PendingSamples:
         """Start sampling the rows of each chunk, up to the first that differs from the draft. Raises EngineError."""
@@ -319,7 +361,7 @@ class TorchExecutor:
         if self._snapshots:
             self._snapshots.close()
         self._ask_gpu(torch.cuda.synchronize)  # it may still run a graph
-        self._graphs = self._decoder = self._device_sampler = self._buffers = None
+        self._graphs = self._decoder = self._device_sampler = self._buffers = self._heads = None
         self._caches = []
         self._logits = torch.empty(0)
         self._ask_gpu(torch.cuda.empty_cache)
@@ -335,26 +377,29 @@ class TorchExecutor:
         assert self._decoder is not None, "the executor is closed"
         last = self._device_sampler.tokens if self._device_sampler else self._host_tokens
         hidden = self._decoder.forward_rows(tensors.ids, tensors.batch, self._caches, tensors.rows, last)
-        if not len(tensors.rows):
+        if self._heads:
+            self._heads.write(hidden)
+        if not tensors.num_sampled:
             return hidden.new_empty((0, self._info.num_vocab), dtype=torch.float32)
-        return self._decoder.logits(hidden, out)
+        return self._decoder.logits(hidden[: tensors.num_sampled], out)
 
     def _apply(self, op: Op) -> None:
         """Copy a state; save, load or store blocks. Raises SnapshotError for a state that cannot be loaded."""
         if isinstance(op, CopyState):
             with gpu_errors(), torch.inference_mode():
-                for cache in self._caches:
-                    if isinstance(cache, StateCache):
-                        cache.copy(op.src, op.dst)
+                for cache in self._state_caches:
+                    cache.copy(op.src, op.dst)
             return
         assert self._snapshots is not None
         match op:
-            case Save(tuple(blocks), key):
-                self._save(blocks, key)
-            case Load(key, tuple(blocks), first):
+            case Save(tuple(blocks), key, slot):
+                self._save(blocks, key, slot)
+            case Load(key, tuple(blocks), first, slot):
                 state = self._snapshots.get(key)
                 try:
                     with gpu_errors(), torch.inference_mode():
+                        if slot is not None:
+                            state = load_slot(self._state_caches, state, slot)
                         load_blocks(self._kv_caches, state, blocks, first)
                 except SnapshotError:
                     self._snapshots.refuse(key)
@@ -370,15 +415,21 @@ class TorchExecutor:
     def _kv_caches(self) -> list[LayerCache]:
         return [cache for cache in self._caches if isinstance(cache, LayerCache)]
 
-    def _save(self, blocks: tuple[int, ...], key: int) -> None:
-        """Copy blocks to the host, if there is room."""
+    @property
+    def _state_caches(self) -> list[StateCache]:
+        return [cache for cache in self._caches if isinstance(cache, StateCache)]
+
+    def _save(self, blocks: tuple[int, ...], key: int, slot: int | None) -> None:
+        """Copy blocks to the host, and the state in a slot, if there is room."""
         assert self._snapshots is not None
         size = len(blocks) * block_bytes(self._kv_caches)
+        size += 0 if slot is None else slot_bytes(self._state_caches)
         state = self._snapshots.new_state(size)
         if state is None:
             return
         with gpu_errors(), torch.inference_mode():
-            save_blocks(self._kv_caches, blocks, state)
+            part = state if slot is None else save_slot(self._state_caches, slot, state)
+            save_blocks(self._kv_caches, blocks, part)
         self._snapshots.put(key, state)
 
     def _requests(self, step: Step) -> Iterator[RowRequest]:
@@ -438,4 +489,7 @@ def parts_of(step: Step, max_tokens: int = PART_TOKENS) -> Iterator[Step]:
         for begin in range(0, len(chunk.tokens), max_tokens):
             tokens = chunk.tokens[begin : begin + max_tokens]
             rows = max(begin + len(tokens) - max(begin, first_row), 0)
-            yield Step((Chunk(chunk.seq, chunk.start + begin, tokens, rows, chunk.kv),))
+            start, state = chunk.start + begin, chunk.state
+            if state and len(tokens) < len(chunk.tokens):  # of a prompt, whose state moves with the chunk
+                state = state._replace(start=start, goal=start + len(tokens))
+            yield Step((Chunk(chunk.seq, start, tokens, rows, chunk.kv, state),))

@@ -16,6 +16,7 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
+from edgelm.backends.followed_heads import HEADS_WINDOW
 from edgelm.backends.plan import DeviceMemory, DraftModel, MachineMemory, Option, Plan, plan
 from edgelm.backends.torch.graph_sizes import VERIFY_LEN, GraphSize, graph_sizes
 from edgelm.base.config import Settings
@@ -54,6 +55,7 @@ SMALL_STEP = 512  # tokens, where memory is short
 LAYER_SECONDS = {"cuda": 12e-6, "cpu": 2e-3}  # per layer, in addition to reading its weights
 STEP_SECONDS = 0.2e-3
 RING = 64  # inputs of a token that a recurrent layer keeps for each sequence (kernels/delta)
+HEADS_LEN = 1024  # positions that the head which predicts ahead sees of a sequence, before it begins anew
 MAX_CODED_HEAD = 256  # heads of 512 (Gemma 4): int8 spills 76 registers on sm_90, k6v4 432
 
 
@@ -69,10 +71,12 @@ class TorchMemory:
         max_tokens: int = 0,
         quantize: str = "off",
         context_bytes: int = 0,
+        heads: bool = False,
     ) -> None:
         """Take the facts of a model and its settings; max_tokens 0: the device's default for a step.
 
-        `context_bytes` are those of a CUDA context that was there when the free memory was read.
+        `context_bytes` are those of a CUDA context that was there when the free memory was read. `heads`: its head that
+        predicts ahead drafts.
         """
         self._context_bytes = min(context_bytes, MAX_CONTEXT_BYTES) if device == "cuda" else 0
         self._model = model
@@ -80,6 +84,7 @@ class TorchMemory:
         self._device = device
         self._max_tokens = max_tokens or STEP_TOKENS[device]
         self._quantize = quantize
+        self._heads = heads
 
     @property
     def process_bytes(self) -> int:
@@ -132,7 +137,19 @@ class TorchMemory:
 
     def kv_bytes(self, kv: str, context: int) -> int:
         states = num_states(self._sequences) * self._state_bytes
-        return int(self.kv_bytes_per_token(kv) * capacity(context, self._sequences)) + states
+        own = int(self.kv_bytes_per_token(kv) * capacity(context, self._sequences))
+        return own + states + self._head_bytes(kv)
+
+    def _head_bytes(self, kv: str) -> int:
+        """Return the bytes of the head's cache, and of the hidden states that it reads."""
+        if not self._heads:
+            return 0
+        summary = self._model.summary
+        layer = max(range(len(summary.kv_heads)), key=summary.kv_heads.__getitem__)
+        position = summary.kv_heads[layer] * head_bytes(kv, summary.key_lens[layer])
+        rows = SAMPLED_ROWS + 3 * HEADS_WINDOW * self._sequences
+        size = 2 if self._device == "cuda" else 4
+        return self._sequences * HEADS_LEN * position + rows * summary.width * size
 
     @cached_property
     def _state_bytes(self) -> int:
@@ -277,15 +294,15 @@ def plan_for_torch(
                 max_tokens=step_tokens,
                 quantize=settings.quantize,
                 context_bytes=context_bytes,
+                heads=facts is model and uses_head(facts, settings),
             )
 
         beside = DraftModel.of(draft, memory(draft)) if draft else None
         own = memory(model)
-        return TorchPlan(
-            plan(model, settings, machine, own, draft=beside, least_context=least_context, with_options=with_options),
-            sequences,
-            step_tokens,
+        chosen = plan(
+            model, settings, machine, own, draft=beside, least_context=least_context, with_options=with_options
         )
+        return TorchPlan(replace(chosen, heads=uses_head(model, settings)), sequences, step_tokens)
 
     usual = planned(settings.parallel, STEP_TOKENS[device])
     if usual.plan.preferred or device != "cuda":
@@ -300,6 +317,11 @@ def plan_for_torch(
         return best
     note = f"{best.sequences} of --parallel {settings.parallel} requests run at a time: the GPU has no memory for more"
     return best._replace(plan=replace(best.plan, note=note))
+
+
+def uses_head(model: ModelFacts, settings: Settings) -> bool:
+    """Tell whether the head of a model that predicts ahead may draft."""
+    return model.mtp_heads > 0 and settings.may_draft("mtp")
 
 
 def _rank(option: Option | None) -> tuple[int, int]:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from edgelm.backends.followed_heads import HEADS_WINDOW
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
-from edgelm.backends.llama.heads import HEADS_WINDOW
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.engine.clock import Measured, StepClock, StepCosts

@@ -20,6 +20,7 @@ from edgelm.engine.core import Chunk, SamplingParams, Sequence, Step
 from edgelm.kernels.choice import NoKernelError
 from edgelm.models.decoder import Decoder
 from tests.backends.torch.torch_engine import load_gguf, make_executor, running
+from tests.odd_models import write_odd
 from tests.tiny import write_tiny
 
 MORE_LINES = """
@@ -227,6 +228,77 @@ def test_an_answer_that_needs_too_much_in_any_case_fails_alone(
     async def ask() -> None:
         with running(decoder, capacity=1024) as engine:
             with pytest.raises(EngineError, match=f"{USED_UP}; {SMALLER}") as _kept:  # as long as its client reads it
+                await answer(engine, PROMPTS[0])
+            assert len(await answer(engine, PROMPTS[1])) == 6
+            memory.max_tokens = 1000
+            assert len(await answer(engine, PROMPTS[0])) == 6
+
+    asyncio.run(ask())
+
+
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return load_gguf(write_odd(tmp_path_factory.mktemp("odd") / "m.gguf", "qwen35", 3))
+
+
+class LateShortage(ShortOfMemory):
+    """Lets passes fail behind their first layers, whose recurrent states have moved."""
+
+    def __init__(self, max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(10**6, monkeypatch)
+        recur = Decoder._recur
+
+        def short(decoder: Decoder, layer: Any, stream: Any, *args: Any) -> Any:
+            result = recur(decoder, layer, stream, *args)
+            if layer is decoder.weights.layers[1].attention and len(stream.residual) > max_tokens:
+                self._fail()
+            return result
+
+        monkeypatch.setattr(Decoder, "_recur", short)
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_answers_with_recurrent_states_survive_a_step_that_needs_too_much_memory(
+    runs_ahead: bool, recurrent: Decoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def ask(engine: Any) -> list[list[int]]:
+        return list(await asyncio.gather(*(answer(engine, prompt, 20) for prompt in PROMPTS)))
+
+    options = {"capacity": 1024, "runs_ahead": runs_ahead}
+    with running(recurrent, **options) as engine:
+        plain = asyncio.run(ask(engine))
+    memory = LateShortage(64, monkeypatch)
+    gc.disable()
+    try:
+        with running(recurrent, **options) as engine:
+            assert [asyncio.run(ask(engine)) for _ in range(2)] == [plain] * 2
+    finally:
+        gc.enable()
+    assert max(memory.sizes) > 64
+    assert caplog.text.count("is computed in parts") == 1
+    assert "all running requests are computed again" in caplog.text
+
+
+def test_whole_steps_are_tried_again_after_a_while(
+    recurrent: Decoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("edgelm.backends.torch.executor.NUM_IN_PARTS", 2)
+    memory = LateShortage(64, monkeypatch)
+    with running(recurrent) as engine:
+        for first in range(4):
+            assert len(asyncio.run(answer(engine, [first, *PROMPTS[0]]))) == 6
+    assert caplog.text.count("is computed in parts") > 1
+    assert memory.sizes.count(max(memory.sizes)) > 1
+
+
+def test_an_answer_with_states_that_needs_too_much_in_any_case_fails_alone(
+    recurrent: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = ShortOfMemory(20, monkeypatch)
+
+    async def ask() -> None:
+        with running(recurrent, capacity=1024) as engine:
+            with pytest.raises(EngineError, match=f"{USED_UP}; {SMALLER}"):
                 await answer(engine, PROMPTS[0])
             assert len(await answer(engine, PROMPTS[1])) == 6
             memory.max_tokens = 1000

@@ -12,12 +12,16 @@ import torch
 
 from edgelm.backends.build import build
 from edgelm.backends.model import LoadedModel
-from edgelm.backends.torch.block_states import block_bytes, load_blocks, save_blocks
+from edgelm.backends.torch import build as build_module
+from edgelm.backends.torch.block_states import block_bytes, load_blocks, load_slot, save_blocks, save_slot, slot_bytes
 from edgelm.base.config import Settings
 from edgelm.base.errors import SnapshotError
 from edgelm.base.workers.messages import EngineJob
-from edgelm.engine.core import SamplingParams, Stats
+from edgelm.engine.core import Sampled, SamplingParams, Stats
+from edgelm.kernels import delta
 from edgelm.kernels.cache import FORMATS, allocate, read
+from edgelm.kernels.delta_sizes import DeltaSizes
+from tests.odd_models import write_odd
 from tests.tiny import write_tiny
 
 PROMPT = [3 + (17 * place) % 500 for place in range(300)]
@@ -106,6 +110,90 @@ def test_a_damaged_file_is_deleted_and_computed_again(model: Path, tmp_path: Pat
     assert (again, stats.cached_tokens) == (alone, 0)
     _, stats = ask(built(model, tmp_path), [*PROMPT, 5])
     assert stats.cached_tokens == ALL_BLOCKS
+
+
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_odd(tmp_path_factory.mktemp("models") / "m.gguf", "qwen35", 3)
+
+
+@pytest.mark.parametrize("kv", ["f16", "int8"])
+def test_states_continue_a_conversation_to_the_bit(recurrent: Path, tmp_path: Path, kv: str) -> None:
+    """Log-probabilities show each bit: in the process that wrote the beginning, and in the next one."""
+    loaded = built(recurrent, tmp_path, kv=kv)
+
+    async def two_turns() -> tuple[list[int], list[tuple[int, float | None]], int]:
+        first = [sample.id for sample in (await sampled(loaded, PROMPT))[0]]
+        turn = [*PROMPT, *first, 9, 8, 7]
+        again, stats = await sampled(loaded, turn)
+        return turn, [(sample.id, sample.logprob) for sample in again], stats.cached_tokens
+
+    turn, want, num_cached = asyncio.run(two_turns())
+    loaded.engine.close()
+    assert num_cached == 320  # whole blocks of the prompt and its answer
+    for path in paths(tmp_path):  # as if the process had ended behind the first turn
+        path.unlink()
+    loaded = built(recurrent, tmp_path, kv=kv)
+    asyncio.run(sampled(loaded, PROMPT))
+    loaded.engine.close()
+    assert len(paths(tmp_path)) == 2, "behind the answer, and where a retry goes on"
+    loaded = built(recurrent, tmp_path, kv=kv)
+    got, stats = asyncio.run(sampled(loaded, turn))
+    loaded.engine.close()
+    assert stats.cached_tokens == num_cached
+    assert [(sample.id, sample.logprob) for sample in got] == want
+
+
+async def sampled(loaded: LoadedModel, prompt: list[int]) -> tuple[list[Sampled], Stats]:
+    samples: list[Sampled] = []
+    stats = None
+    async for event in loaded.engine.submit(prompt, SamplingParams(temperature=0, max_tokens=24, num_logprobs=0)):
+        samples += event.sampled
+        stats = event.stats
+    assert stats
+    return samples, stats
+
+
+def test_states_of_another_model_or_layout_are_refused(
+    recurrent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefixes = tmp_path / "prefixes"
+    ask(built(recurrent, prefixes), PROMPT)
+
+    def cached(path: Path = recurrent, **settings: object) -> int:
+        return ask(built(path, prefixes, **settings), [*PROMPT, *[5] * 40])[1].cached_tokens
+
+    assert cached(write_odd(tmp_path / "other.gguf", "qwen35", 4)) == 0
+    assert cached(kv="int8") == 0
+    assert cached() > 0
+    monkeypatch.setattr(build_module, "RING", 128)
+    assert cached() == 0
+
+
+def test_files_of_states_count_against_the_limit(recurrent: Path, tmp_path: Path) -> None:
+    ask(built(recurrent, tmp_path), PROMPT)
+    largest = max(path.stat().st_size for path in paths(tmp_path))
+    limit = 1.5 * largest / 2**30  # not both of one conversation
+    ask(built(recurrent, tmp_path, prefix_cache_disk=limit), PROMPT[::-1])
+    sizes = [path.stat().st_size for path in paths(tmp_path)]
+    assert 0 < sum(sizes) <= limit * 2**30
+
+
+def test_a_state_comes_back_elsewhere() -> None:
+    sizes = DeltaSizes(2, 4, 16, 32, 4, alternating=False)
+    source, target = ([delta.allocate(sizes, 3, "cpu", torch.float16) for _ in range(2)] for _ in range(2))
+    for cache in source:
+        for plane in cache.planes.values():
+            plane.copy_(torch.randn(plane.shape))
+    state = np.empty(100 + slot_bytes(source), np.uint8)
+    assert save_slot(source, 2, state).size == 100
+    assert load_slot(target, state, 1).size == 100
+    for before, after in zip(source, target, strict=True):
+        for name, plane in before.planes.items():
+            assert torch.equal(after.planes[name][1], plane[2])
+            assert not after.planes[name][[0, 2]].any()
+    with pytest.raises(SnapshotError, match="does not fit these states"):
+        load_slot(target, np.zeros(10, np.uint8), 0)
 
 
 @pytest.mark.parametrize("kv", FORMATS)

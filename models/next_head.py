@@ -1,0 +1,82 @@
+"""NextHead: one layer behind a model's last one, which predicts the token after the next one.
+
+Owns what enters that layer: the embedding of a token and the model's hidden state of the position before it (Gloeckle et
+al., arXiv 2404.19737; DeepSeek-V3, arXiv 2412.19437, section 2.2). Embedding and output are those of the model, unless
+its files have others. Knows nothing of drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from edgelm.kernels.cache import LayerCache
+from edgelm.kernels.embedding import embedding
+from edgelm.kernels.matmul import Norm
+from edgelm.kernels.norm import rms_norm
+from edgelm.models.config import ModelConfig
+from edgelm.models.decoder import Batch, Decoder, Linear, Weights
+
+
+class Entrance(NamedTuple):
+    """Joins an embedding and a hidden state."""
+
+    embedding_norm: Norm
+    hidden_norm: Norm
+    joint: Linear  # [hidden_size, 2 * hidden_size]: the columns of the embedding first
+
+
+class NextNames(NamedTuple):
+    """The names of its tensors, beside those of the layer. The last two may be missing, and then are the model's."""
+
+    joint: str
+    embedding_norm: str
+    hidden_norm: str
+    norm: str
+    embedding: str
+    output: str
+
+
+GGUF_NEXT = NextNames(
+    joint="blk.{i}.nextn.eh_proj",
+    embedding_norm="blk.{i}.nextn.enorm",
+    hidden_norm="blk.{i}.nextn.hnorm",
+    norm="blk.{i}.nextn.shared_head_norm",
+    embedding="blk.{i}.nextn.embed_tokens",
+    output="blk.{i}.nextn.shared_head_head",
+)
+FOLDER_NEXT = NextNames(
+    joint="mtp.fc",
+    embedding_norm="mtp.pre_fc_norm_embedding",
+    hidden_norm="mtp.pre_fc_norm_hidden",
+    norm="mtp.norm",
+    embedding="mtp.embed_tokens",
+    output="mtp.lm_head",
+)
+
+
+class NextHead(Decoder):
+    """A decoder of that one layer."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, entrance: Entrance, dtype: torch.dtype, implementation: str
+    ) -> None:
+        super().__init__(config, weights, dtype, implementation)
+        self._entrance = entrance
+
+    def predict(self, ids: Tensor, hidden: Tensor, batch: Batch, caches: Sequence[LayerCache]) -> Tensor:
+        """Run token ids, int32 [tokens], beside hidden states, [tokens, hidden_size]; return the head's own.
+
+        `logits` takes them, and so does `predict` for the next token. All have the type of the activations.
+        """
+        joined = embedding(ids, self.weights.embedding, implementation=self.implementation)
+        sides = [
+            rms_norm(side.float(), norm.weight, norm.eps, out_dtype=self.dtype, implementation=self.implementation)
+            for side, norm in ((joined, self._entrance.embedding_norm), (hidden, self._entrance.hidden_norm))
+        ]
+        linear = self._entrance.joint
+        residual = self._linear(torch.cat(sides, 1), linear, out_dtype=torch.float32)
+        return self._normed(self._through(residual, batch, caches), self.dtype)
