@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llama_libraries import fetch_sdist, platform_tag, print_wheel, run, unpack_source
-from llama_wheel import BuildError, is_whole, say
+from llama_wheel import is_whole, say
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "llama"))
 from backend import project, write_wheel

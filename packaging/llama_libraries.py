@@ -5,8 +5,8 @@ llama-cpp-python, so that binding and libraries are of one release. Prints the w
 
     python packaging/llama_libraries.py [--out dist] [--variants REGEX] [--build FOLDER]
 
-Needs cmake and a C++ compiler; ninja is used if it is there. JOBS sets the number of processes. With --build, it goes on
-in that folder after an interruption.
+Needs cmake and a C++ compiler; ninja is used if it is there. JOBS sets the number of processes. With --build, it goes
+on in that folder after an interruption.
 """
 
 from __future__ import annotations
