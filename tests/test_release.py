@@ -93,8 +93,8 @@ def test_every_file_target_and_option_of_the_scripts_exists() -> None:
 
 def test_what_it_takes_from_outside_has_a_version() -> None:
     for _, step in STEPS:
-        action = step.get("uses", "actions/own@v1.0")
-        assert re.search(r"@([0-9a-f]{40}|v\d+\.\d+(\.\d+)?)$", action), f"{action} may become another one"
+        if "uses" in step:
+            assert re.search(r"@[0-9a-f]{40}$", step["uses"]), f"{step['uses']} may become another one"
     for _, script in scripts():
         for line in re.findall(r"pip install (.*)", script):
             packages = [word for word in shlex.split(line) if not word.startswith(("-", "edgelm", "dist"))]
