@@ -24,7 +24,9 @@ from edgelm.chats.tools.consents import Consents
 from edgelm.commands.presets import read_presets
 from edgelm.commands.service.system import Outcome
 from edgelm.commands.service.systemd import SERVICE, SOCKET, Systemd, socket_address
+from edgelm.engine.speculation.acceptance import Acceptance
 from edgelm.engine.speculation.past_answers import AnswersFile
+from edgelm.engine.step_times import StepTimes
 from edgelm.evaluation.kept import KeptResults
 from edgelm.library.hub import Hub
 from edgelm.library.hub_cache import all_unfinished
@@ -98,6 +100,25 @@ def test_answers_and_snapshots_are_read_by_namespace(places: Places) -> None:
     assert {file.cache_namespace for file in snapshots.files()} == namespaces
     assert all(snapshots.read(file.name) is not None for file in snapshots.files())
     assert len(list(folder.glob("*.kv"))) == 2, "none was deleted as damaged"
+
+
+def test_step_times_and_acceptance_go_on(places: Places) -> None:
+    (left,) = (places.cache / "step-times").iterdir()
+    written = json.loads(left.read_bytes())
+    times = StepTimes(left.parent, ["a model, an engine, a machine"])
+    assert times.points == []
+    left.rename(times._path)  # its name tells of the machine and the build that were measured
+    assert as_json(StepTimes(left.parent, ["a model, an engine, a machine"]).points) == written != []
+    (path,) = (places.cache / "acceptance").iterdir()
+    (folder,) = places.prefixes.iterdir()
+    assert path.stem == folder.name, "both by the identity of the model's states, whose recipe is tested for 0.3.1"
+    learnt = json.loads(path.read_bytes())
+    learnt["seen"][7] += 5.0  # four short answers taught it nothing
+    learnt["offsets"][3] = 0.25
+    learnt["reached"][1][2] += 1.5
+    path.write_text(json.dumps(learnt))
+    Acceptance.load(path).save(path)
+    assert json.loads(path.read_bytes()) == learnt
 
 
 def test_the_keys_are_the_same(places: Places) -> None:
