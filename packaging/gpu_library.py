@@ -14,15 +14,14 @@ import shlex
 import shutil
 import sys
 import sysconfig
-import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llama_libraries import fetch_sdist, platform_tag, print_wheel, run
-from llama_wheel import BuildError, is_whole, say
+from llama_libraries import fetch_sdist, platform_tag, print_wheel, run, unpack_source
+from llama_wheel import is_whole, say
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "llama"))
 from backend import project, write_wheel
@@ -93,34 +92,6 @@ def ensure_wheel(build: Build, cache: Path, scratch: Path | None = None) -> Path
         wheel = Path(shutil.move(built, folder / built.name))
     say(f"llama.cpp: built in {time.monotonic() - start:.0f} s: {wheel}")
     return wheel
-
-
-def unpack_source(sdist: Path, scratch: Path) -> Path:
-    """Unpack the source into `scratch`, and return its folder; an earlier build may have left it there.
-
-    Raises BuildError for the source of another release: its library would get the version of this one.
-    """
-    if not any(scratch.glob("llama_cpp_python-*/")):
-        scratch.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(sdist) as archive:
-            archive.extractall(scratch, filter="data")
-    pinned = str(project()["version"]).rpartition(".")[0]  # without the number of our build
-    sources = sorted(scratch.glob("llama_cpp_python-*/"))
-    for source in sources:
-        if (release := source_release(source)) != pinned:
-            raise BuildError(f"{source} is llama-cpp-python {release}, not {pinned}: name an empty folder with --build")
-    if len(sources) > 1:
-        raise BuildError(f"{scratch} holds {len(sources)} sources: name an empty folder with --build")
-    return sources[0]
-
-
-def source_release(source: Path) -> str:
-    """Return the version in an sdist's PKG-INFO; "unknown" without one, such as of an archive that is half unpacked."""
-    try:
-        lines = (source / "PKG-INFO").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return "unknown"
-    return next((line.removeprefix("Version: ") for line in lines if line.startswith("Version: ")), "unknown")
 
 
 def compile_library(build: Build, source: Path) -> Path:

@@ -3,9 +3,10 @@
 Owns what is compiled, and the key under which a build may be used again. The source of both is one sdist of
 llama-cpp-python, so that binding and libraries are of one release. Prints the wheel's path on standard output.
 
-    python packaging/llama_libraries.py [--out dist] [--variants REGEX]
+    python packaging/llama_libraries.py [--out dist] [--variants REGEX] [--build FOLDER]
 
-Needs cmake and a C++ compiler; ninja is used if it is there. JOBS sets the number of processes.
+Needs cmake and a C++ compiler; ninja is used if it is there. JOBS sets the number of processes. With --build, it goes
+on in that folder after an interruption.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from llama_wheel import SOURCE, BuildError, cache_folder, is_whole, pinned_requi
 
 PROJECT = Path(__file__).resolve().parent / "llama"
 sys.path.insert(0, str(PROJECT))
-from backend import write_wheel  # noqa: E402 - the folder of a build backend is no package
+from backend import project, write_wheel  # noqa: E402 - the folder of a build backend is no package
 
 BUILD_FILES = ("CMakeLists.txt", "abi.c", "threads.c")
 # The structures that edgelm passes to llama.cpp, or whose arrays it passes.
@@ -99,7 +100,7 @@ def plan_build(sdist: Path, variants: str) -> Build:
     return Build(sdist, variants, version.splitlines()[0])
 
 
-def ensure_libraries(build: Build, cache: Path) -> Path:
+def ensure_libraries(build: Build, cache: Path, kept: Path | None = None) -> Path:
     """Return the cached folder of this build's wheel, building it where there is none."""
     folder = cache / f"libraries-{build.key}"
     for wheel in folder.glob("*.whl"):
@@ -111,25 +112,25 @@ def ensure_libraries(build: Build, cache: Path) -> Path:
     start = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as scratch:
-        built = compile_wheel(build, Path(scratch))
-        wheel = folder / built.name
-        built.replace(wheel)
+        built = compile_wheel(build, kept or Path(scratch))
+        wheel = Path(shutil.move(built, folder / built.name))
     say(f"llama.cpp: built in {time.monotonic() - start:.0f} s: {wheel}")
     return wheel
 
 
 def compile_wheel(build: Build, scratch: Path) -> Path:
-    """Compile the libraries in `scratch`, and write the wheel there. Raises BuildError."""
-    with tarfile.open(build.sdist) as archive:
-        archive.extractall(scratch, filter="data")
-    (source,) = scratch.glob("llama_cpp_python-*/")
+    """Compile the libraries in `scratch`, or finish what was compiled there before, and write the wheel there.
+
+    Raises BuildError.
+    """
+    source = unpack_source(build.sdist, scratch)
     try:
         correct(source)
     except SourceError as error:
         raise BuildError(str(error)) from error
     commit = llama_commit(source)
     fields = scratch / "fields"
-    fields.mkdir()
+    fields.mkdir(exist_ok=True)
     for header, module, structures in (
         ("fields.h", "llama_cpp.py", STRUCTURES),
         ("mtmd_fields.h", "mtmd_cpp.py", MTMD_STRUCTURES),
@@ -153,9 +154,38 @@ def compile_wheel(build: Build, scratch: Path) -> Path:
     run([*map(str, command), *shlex.split(os.environ.get("CMAKE_ARGS", ""))], log)
     jobs = os.environ.get("JOBS") or str(os.cpu_count() or 1)
     run(["cmake", "--build", str(scratch / "b"), "--target", "libraries", "--parallel", jobs], log)
+    shutil.rmtree(scratch / "lib", ignore_errors=True)  # an earlier build may have had other variants
     run(["cmake", "--install", str(scratch / "b"), "--strip", "--prefix", str(scratch / "lib")], log)
     files = {f"edgelm_llama/lib/{path.name}": path.read_bytes() for path in (scratch / "lib").iterdir()}
     return write_wheel(scratch, f"py3-none-{platform_tag()}", files | python_files(source, commit), REQUIREMENTS)
+
+
+def unpack_source(sdist: Path, scratch: Path) -> Path:
+    """Unpack the source into `scratch`, and return its folder; an earlier build may have left it there.
+
+    Raises BuildError for the source of another release: its library would get the version of this one.
+    """
+    if not any(scratch.glob("llama_cpp_python-*/")):
+        scratch.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(sdist) as archive:
+            archive.extractall(scratch, filter="data")
+    pinned = str(project()["version"]).rpartition(".")[0]  # without the number of our build
+    sources = sorted(scratch.glob("llama_cpp_python-*/"))
+    for source in sources:
+        if (release := source_release(source)) != pinned:
+            raise BuildError(f"{source} is llama-cpp-python {release}, not {pinned}: name an empty folder with --build")
+    if len(sources) > 1:
+        raise BuildError(f"{scratch} holds {len(sources)} sources: name an empty folder with --build")
+    return sources[0]
+
+
+def source_release(source: Path) -> str:
+    """Return the version in an sdist's PKG-INFO; "unknown" without one, such as of an archive that is half unpacked."""
+    try:
+        lines = (source / "PKG-INFO").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return "unknown"
+    return next((line.removeprefix("Version: ") for line in lines if line.startswith("Version: ")), "unknown")
 
 
 def python_files(source: Path, commit: str) -> dict[str, bytes]:
@@ -235,9 +265,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Build the platform wheel of edgelm-llama.")
     parser.add_argument("--out", type=Path, help="copy the wheel into this folder")
     parser.add_argument("--variants", default="", help="only the backends that this regular expression matches")
+    parser.add_argument("--build", type=Path, help="compile in this folder, or go on there, and keep it")
     options = parser.parse_args()
+    kept = options.build and options.build.resolve()
     return print_wheel(
-        lambda cache: ensure_libraries(plan_build(fetch_sdist(cache), options.variants), cache), options.out
+        lambda cache: ensure_libraries(plan_build(fetch_sdist(cache), options.variants), cache, kept), options.out
     )
 
 

@@ -8,7 +8,8 @@ mixtures of experts, predicted against true sizes, a device without memory. It i
 npm's build of release 0.5.0, with the functions that this release lacks (a small library in C, by cc), or the build in
 the folder of --libraries: libllama.so, libggml*.so, libggml-vulkan.so.
 
-Owns the downloads and the environment. Needs Linux on x86_64 with apt and npm. Tests only: edgelm never downloads code.
+Owns the downloads and the environment. Needs Linux with apt, and without --wheels x86_64 and npm. Tests only: edgelm
+never downloads code.
 """
 
 from __future__ import annotations

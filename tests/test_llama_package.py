@@ -290,20 +290,20 @@ def write_sdist(folder: Path, version: str) -> Path:
 
 def test_a_kept_build_folder_is_gone_on_with_only_for_the_pinned_release(tmp_path: Path) -> None:
     sdist, kept = write_sdist(tmp_path, SUPPORTED), tmp_path / "kept"
-    source = gpu.unpack_source(sdist, kept)
+    source = libraries.unpack_source(sdist, kept)
     assert source == kept / f"llama_cpp_python-{SUPPORTED}"
     (source / "made").touch()
-    assert (gpu.unpack_source(sdist, kept) / "made").exists()
+    assert (libraries.unpack_source(sdist, kept) / "made").exists()
     older = tmp_path / "older"
     with tarfile.open(write_sdist(tmp_path, "0.3.35")) as archive:
         archive.extractall(older, filter="data")
     with pytest.raises(
         libraries.BuildError, match=rf"0\.3\.35 is llama-cpp-python 0\.3\.35, not {SUPPORTED}: name an empty"
     ):
-        gpu.unpack_source(sdist, older)
+        libraries.unpack_source(sdist, older)
     (source / "PKG-INFO").unlink()
     with pytest.raises(libraries.BuildError, match=rf"is llama-cpp-python unknown, not {SUPPORTED}"):
-        gpu.unpack_source(sdist, kept)
+        libraries.unpack_source(sdist, kept)
 
 
 def test_an_older_build_folder_is_one_line_and_no_wheel(

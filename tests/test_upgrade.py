@@ -15,16 +15,21 @@ from typing import Any
 
 import pytest
 
+import edgelm
 from edgelm.backends.snapshot_files import Bounds, SnapshotFolder
 from edgelm.base import runtime
 from edgelm.base.config import load_config
 from edgelm.base.places import Places
 from edgelm.chats.store import Store
 from edgelm.chats.tools.consents import Consents
+from edgelm.commands import ps
 from edgelm.commands.presets import read_presets
-from edgelm.commands.service.system import Outcome
+from edgelm.commands.service.launchd import LABEL, Launchd
+from edgelm.commands.service.system import Definition, Outcome
 from edgelm.commands.service.systemd import SERVICE, SOCKET, Systemd, socket_address
+from edgelm.engine.speculation.acceptance import Acceptance
 from edgelm.engine.speculation.past_answers import AnswersFile
+from edgelm.engine.step_times import StepTimes
 from edgelm.evaluation.kept import KeptResults
 from edgelm.library.hub import Hub
 from edgelm.library.hub_cache import all_unfinished
@@ -100,6 +105,25 @@ def test_answers_and_snapshots_are_read_by_namespace(places: Places) -> None:
     assert len(list(folder.glob("*.kv"))) == 2, "none was deleted as damaged"
 
 
+def test_step_times_and_acceptance_go_on(places: Places) -> None:
+    (left,) = (places.cache / "step-times").iterdir()
+    written = json.loads(left.read_bytes())
+    times = StepTimes(left.parent, ["a model, an engine, a machine"])
+    assert times.points == []
+    left.rename(times._path)  # its name tells of the machine and the build that were measured
+    assert as_json(StepTimes(left.parent, ["a model, an engine, a machine"]).points) == written != []
+    (path,) = (places.cache / "acceptance").iterdir()
+    (folder,) = places.prefixes.iterdir()
+    assert path.stem == folder.name, "both by the identity of the model's states, whose recipe is tested for 0.3.1"
+    learnt = json.loads(path.read_bytes())
+    learnt["seen"][7] += 5.0  # four short answers taught it nothing
+    learnt["offsets"][3] = 0.25
+    learnt["reached"][1][2] += 1.5
+    path.write_text(json.dumps(learnt))
+    Acceptance.load(path).save(path)
+    assert json.loads(path.read_bytes()) == learnt
+
+
 def test_the_keys_are_the_same(places: Places) -> None:
     keys = read_key_file(places.config / "keys")
     assert [[key.name, key.secret, key.admin, key.cache_namespace] for key in keys] == EXPECTED["keys"]
@@ -111,6 +135,23 @@ def test_a_server_that_runs_is_found(places: Places, monkeypatch: pytest.MonkeyP
     assert record is not None
     assert {"pid": record.pid, "address": record.address, "key": record.key} == EXPECTED["front"]
     assert record.serves("of this version"), "it does not tell which library it has"
+
+
+def test_ps_says_how_the_new_version_gets_to_a_server_that_runs(
+    places: Places, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = runtime.FrontRecord(EXPECTED["front"]["pid"], EXPECTED["front"]["address"])
+    monkeypatch.setattr(ps, "load_config", lambda _: load_config({}, places.environment))
+    monkeypatch.setattr(ps, "find_fronts", lambda *_: [record])
+    for version, said in (("0.5.0", [True]), (edgelm.__version__, [])):
+        state = {"version": version, "address": record.address, "pid": record.pid, "models": []}
+        monkeypatch.setattr(ps, "get_state", lambda _, state=state: state)
+        ps.show_processes()
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[:2] == [f"edgelm {version} at {record.address} (pid {record.pid})", "no model is loaded"]
+        assert [
+            line.startswith(f"this command is edgelm {edgelm.__version__}: `edgelm service") for line in lines[2:]
+        ] == said
 
 
 def test_a_service_is_known_and_removed(tmp_path: Path) -> None:
@@ -128,6 +169,35 @@ def test_a_service_is_known_and_removed(tmp_path: Path) -> None:
     assert service.remove()
     assert any("disable --now" in line for line in ran)
     assert list(folder.iterdir()) == []
+
+
+def test_an_agent_of_launchd_is_known_and_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "agents"
+    shutil.copytree(WRITTEN / "agents", folder)
+    (left,) = folder.iterdir()
+    ran: list[str] = []
+
+    def run(command: Sequence[str]) -> Outcome:
+        ran.append(" ".join(command))
+        return Outcome(0, "\tstate = running", "")
+
+    service = Launchd(folder, Path("/Users/ann/Library/Logs/edgelm.log"), run)
+    command = ("/opt/edgelm/bin/python", "-P", "-m", "edgelm", "serve")
+    assert service.files(Definition(command, "127.0.0.1", 12345)) == {left: left.read_text()}, (
+        "nothing is to be written anew"
+    )
+    assert service.state() == {LABEL: "running"}
+    assert service.remove()
+    assert any("bootout" in line for line in ran)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("unit", [SOCKET, SERVICE])
+def test_the_units_need_not_be_written_anew(unit: str) -> None:
+    folder = WRITTEN / "units"
+    command = ("/opt/edgelm/bin/python", "-P", "-m", "edgelm", "serve")
+    files = Systemd(folder).files(Definition(command, "127.0.0.1", 12345))
+    assert files[folder / unit] == (folder / unit).read_text()
 
 
 def test_a_half_pull_is_listed_and_goes_on(tmp_path: Path) -> None:

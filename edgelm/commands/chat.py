@@ -215,7 +215,12 @@ def _endpoint_name(model: str, config: Config) -> str:
     """Return a model as our own server names it. Raises EdgeLMError where it is not here."""
     if (remote := config.remote_model(model)) is not None:
         return remote.name
-    local = runnable_model(model, config)
+    try:
+        local = runnable_model(model, config)
+    except ModelError:
+        from edgelm.commands.running import model_or_served  # late: it loads a client of HTTP, before the first paint
+
+        local = model_or_served(model, config)
     # A running server may have another working directory.
     return str(local.path) if local.place == "given" else local.name
 

@@ -199,7 +199,8 @@ def run_cli() -> int:
     except usage.Abort:
         raise KeyboardInterrupt from None
     except usage.TyperException as error:
-        print(f"error: {one_line(error.format_message()).rstrip('.')}; {_usage_hint()}", file=sys.stderr)
+        if message := one_line(error.format_message()).rstrip("."):  # none where a group's help was printed instead
+            print(f"error: {message}; {_usage_hint()}", file=sys.stderr)
         return error.exit_code
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # typer's own end: the reader, such as `head`, has enough

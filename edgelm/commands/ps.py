@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from edgelm import __version__
 from edgelm.base.config import load_config
 from edgelm.base.errors import EdgeLMError
 from edgelm.base.runtime import find_fronts
@@ -36,6 +37,9 @@ def show_processes(*, as_json: Json = False) -> None:
         print(json.dumps(state | {"other_servers": more}, ensure_ascii=False))
         return
     _show(state)
+    if state["version"] != __version__:  # a service goes on through an upgrade
+        again = "`edgelm service install` starts a service anew, another server is ended and started again"
+        print(f"this command is edgelm {__version__}: {again}")
     for other in others:
         print(f"another edgelm is at {other.address} (pid {other.pid})")
 

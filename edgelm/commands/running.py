@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import quote
 
 import httpx2
 
 from edgelm.base.config import Config
-from edgelm.base.errors import EdgeLMError
+from edgelm.base.errors import EdgeLMError, ModelError
 from edgelm.base.runtime import FrontRecord, find_front
+from edgelm.library.local import runnable_model
+from edgelm.library.scan import LocalModel
 
 REQUEST_LIMIT_S = 5.0
 
@@ -19,6 +22,23 @@ def require_front(config: Config) -> FrontRecord:
     if front is None:
         raise EdgeLMError("no edgelm server is running", "start one with `edgelm serve`")
     return front
+
+
+def model_or_served(name: str, config: Config) -> LocalModel:
+    """Return a model of this machine, or the file that the running server offers by this name. Raises ModelError."""
+    try:
+        return runnable_model(name, config)
+    except ModelError:
+        front = find_front(config.places.runtime, config.library)
+        if front is None:
+            raise
+        try:
+            path = str(ask_front(front, "GET", f"/v1/models/{quote(name)}")["edgelm"]["path"])
+        except (EdgeLMError, KeyError, TypeError):
+            path = ""  # it knows no such model either, or does not tell
+        if not path:
+            raise
+        return runnable_model(path, config)
 
 
 def get_state(front: FrontRecord) -> dict[str, Any]:

@@ -90,3 +90,14 @@ def test_help_imports_no_module_of_another_command(words: list[str], own: str) -
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     loaded = set(done.stdout.splitlines()[-1].split()) - {"list"}  # has the plain console of the others
     assert loaded == {own} - {""}
+
+
+@pytest.mark.parametrize("group", ["chats", "memory", "service"])
+def test_a_group_without_a_command_shows_its_commands_and_no_error(
+    group: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["edgelm", group])
+    assert run_cli() == 2, "a script that forgot the command notices"
+    out, err = capsys.readouterr()
+    assert "Commands" in out + err
+    assert "error" not in out + err

@@ -252,6 +252,32 @@ def test_a_running_server_is_used(launch: Launch, environment: dict[str, str], m
             server.terminate()
 
 
+def test_a_file_that_the_server_was_given_has_its_name_everywhere(
+    launch: Launch, environment: dict[str, str], tmp_path: Path
+) -> None:
+    install(tmp_path, "llm")
+    write_model(tmp_path / "elsewhere.gguf")
+    serve = [sys.executable, "-P", "-m", "edgelm", "serve", "--port", "0", "--json", str(tmp_path / "elsewhere.gguf")]
+    with subprocess.Popen(serve, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
+        try:
+            assert server.stdout is not None
+            server.stdout.readline()
+            done = launch("llm", "--model", "elsewhere", "--print")
+            assert "elsewhere.gguf" in done.stdout, done.stderr
+            chat = [sys.executable, "-P", "-m", "edgelm", "--plain", "--model"]
+            shown = subprocess.run(
+                [*chat, "elsewhere"], env=environment, input="/exit\n", capture_output=True, text=True, check=False
+            )
+            assert (shown.returncode, shown.stderr) == (0, "")
+            assert "elsewhere" in shown.stdout
+            shown = subprocess.run(
+                [*chat, "nowhere"], env=environment, input="", capture_output=True, text=True, check=False
+            )
+            assert shown.stderr.startswith("error: there is no model nowhere")
+        finally:
+            server.terminate()
+
+
 # The agent is the parent of the server, and here it is not started.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_server_of_an_earlier_launch_gets_more_context(

@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from edgelm.base.errors import RequestError
 from edgelm.base.workers import pictures
 from edgelm.base.workers.pictures import MAX_STORED_BYTES, Picture
+from edgelm.chats.attachments import Attachment
 from edgelm.chats.clipboard import clipboard_picture
+from edgelm.client.endpoint import ModelEntry
+from edgelm.tui.prompt.room import require_sight
 from edgelm.tui.transcript.picture_rows import half_blocks
 from tests.base.workers.test_pictures import png
 from tests.tui.conftest import Driver, Open
@@ -203,3 +207,23 @@ async def test_the_tokens_of_a_picture_are_estimated_elsewhere(
         await chat.ready()
         await chat.ask("/attach cat.png")
         await chat.sees("cat.png picture, ", ", ~300 tokens")
+
+
+async def test_a_model_that_no_list_has_is_not_said_to_be_blind() -> None:
+    """A chat of earlier keeps the path of its model: that the file is gone is another answer than that it is blind."""
+
+    class Server:
+        is_edgelm = True
+
+    class Listing:
+        async def client(self) -> Server:
+            return Server()
+
+        async def models(self, *, again: bool = False) -> list[ModelEntry]:
+            return [ModelEntry("starter", pictures=False)]
+
+    cat = Attachment(kind="image", name="cat.png", data=b"1")
+    link: Any = Listing()
+    await require_sight(link, "/models/gone.gguf", [cat])
+    with pytest.raises(RequestError, match=r"starter reads no images: cat\.png"):
+        await require_sight(link, "starter", [cat])

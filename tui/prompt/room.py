@@ -81,7 +81,9 @@ async def _sees(link: Link, model: str) -> bool:
     """Return whether a model reads pictures; a list that says no is renewed: its projector may be here now."""
     for again in (False, True):
         entries = await link.models(again=again)
-        if any(entry.pictures or entry.remote for entry in entries if entry.id == model):  # a remote one may
+        named = [entry for entry in entries if entry.id == model]
+        # A remote one may see. One that is in no list is a file: whether it is there, the answer to the message tells.
+        if not named or any(entry.pictures or entry.remote for entry in named):
             return True
     return False
 

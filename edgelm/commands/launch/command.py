@@ -40,6 +40,7 @@ from edgelm.commands.launch.server import (
     start_front,
 )
 from edgelm.commands.launch.setups import Setup, Target
+from edgelm.commands.running import model_or_served
 from edgelm.commands.service.systemd import socket_address
 from edgelm.library.local import model_config, runnable_model, runs_here
 from edgelm.library.names import shown
@@ -128,7 +129,7 @@ def _launch(
     if mode is None:
         _require_installed(agent)
     front = running_front(config.places, config.library)
-    local = runnable_model(model, config) if model else _choose_model(config, front, ask=mode is None)
+    local = model_or_served(model, config) if model else _choose_model(config, front, ask=mode is None)
     _check_name(local)
     config = model_config(local, config)
     facts = _read_facts(local, config)
