@@ -94,14 +94,14 @@ def unused_gpu(choice: EngineChoice, settings: Settings, situation: Situation) -
     if situation.llama_problem:
         hint = gpu.hint or situation.cuda.hint
     elif situation.offload_problem and not gpu.problem and (settings.engine == "llama" or not situation.has_torch):
-        return f"{gpu.name} is not used: {situation.offload_problem}"  # whoever installed that needs no torch
+        return f"{gpu.is_not_used}: {situation.offload_problem}"  # whoever installed that needs no torch
     elif settings.engine == "llama":
         reason = gpu.problem or "--engine llama"
     elif situation.cuda.old_driver:
         hint = gpu.hint or situation.offload_problem or situation.cuda.hint
     if not (situation.llama_problem or gpu.hint or situation.offload_problem):
         reason += f", and {NO_OFFLOAD}"
-    return f"{gpu.name} is not used: {reason}" + (f"; {hint}" if hint else "")
+    return f"{gpu.is_not_used}: {reason}" + (f"; {hint}" if hint else "")
 
 
 def is_partial(device: str) -> bool:
