@@ -17,9 +17,8 @@ from edgelm.backends.llama import build as build_module
 from edgelm.backends.model import open_model
 from edgelm.backends.reports import Reports
 from edgelm.backends.torch import compiling
-from edgelm.backends.torch.failures import OutOfMemoryError
 from edgelm.base.config import Settings
-from edgelm.base.errors import DeviceError, DoesNotFitError, EdgeLMError, GpuLoadError, ModelError
+from edgelm.base.errors import DeviceError, DoesNotFitError, EdgeLMError, GpuLoadError, ModelError, OutOfMemoryError
 from edgelm.base.machine.gpu import CudaState
 from edgelm.base.workers.messages import EngineJob
 from edgelm.engine import watchdog
