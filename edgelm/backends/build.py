@@ -23,7 +23,7 @@ from edgelm.base.config import Settings
 from edgelm.base.errors import DeviceError, DoesNotFitError, EngineError, GpuLoadError, ModelError, RequestError
 from edgelm.base.machine.cpu import usable_cores
 from edgelm.base.machine.cuda import find_cuda
-from edgelm.base.machine.gpu import CudaState, StandingGpu, compute_capabilities, has_torch, standing_gpu
+from edgelm.base.machine.gpu import CudaState, has_torch, llama_backend, standing_gpu
 from edgelm.base.machine.llama_build import gpu_backend_command
 from edgelm.base.machine.memory import USABLE, available_memory_bytes
 from edgelm.base.places import Places, own_places
@@ -40,7 +40,6 @@ if TYPE_CHECKING:  # most models have no adapter, and are not evaluated
 log = logging.getLogger(__name__)
 
 PIECE = "a piece of loading the model"
-TURING = 7, 5  # compute capability
 
 
 def build(job: EngineJob, reports: Reports = LOGGED, places: Places | None = None) -> LoadedModel:
@@ -302,7 +301,7 @@ def choose(
             has_card=any(not device.shared for device in devices),
             faster=trial.faster if trial else None,
             offload_problem=gpu_problem,
-            offload_hint=gpu_backend_command(BUILD, _backend_for(gpu)) if gpu and not devices else "",
+            offload_hint=gpu_backend_command(BUILD, llama_backend(gpu)) if gpu and not devices else "",
             gpu=gpu,
             cuda=cuda,
         ),
@@ -316,12 +315,6 @@ def choose(
     if settings.tune and not num_tuned(own_places().cache, cuda.name):
         reasons.append("no kernel is tuned for this GPU yet: that is done while the model is loaded")
     return replace(choice, reasons=tuple(reasons))
-
-
-def _backend_for(gpu: StandingGpu) -> str:
-    """Return the backend of llama.cpp for a card. Our wheel for CUDA has no kernels for one before Turing."""
-    known = compute_capabilities() if gpu.ours and not gpu.problem else {}
-    return "vulkan" if known and max(known.values()) < TURING else gpu.backend
 
 
 def choose_for_all(paths: Iterable[Path], settings: Settings, cuda_problem: str = "") -> EngineChoice:

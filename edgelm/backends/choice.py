@@ -94,14 +94,14 @@ def unused_gpu(choice: EngineChoice, settings: Settings, situation: Situation) -
     if situation.llama_problem:
         hint = gpu.hint or situation.cuda.hint
     elif situation.offload_problem and not gpu.problem and (settings.engine == "llama" or not situation.has_torch):
-        return f"{gpu.name} is not used: {situation.offload_problem}"  # whoever installed that needs no torch
+        return f"{gpu.is_not_used}: {situation.offload_problem}"  # whoever installed that needs no torch
     elif settings.engine == "llama":
         reason = gpu.problem or "--engine llama"
     elif situation.cuda.old_driver:
         hint = gpu.hint or situation.offload_problem or situation.cuda.hint
     if not (situation.llama_problem or gpu.hint or situation.offload_problem):
         reason += f", and {NO_OFFLOAD}"
-    return f"{gpu.name} is not used: {reason}" + (f"; {hint}" if hint else "")
+    return f"{gpu.is_not_used}: {reason}" + (f"; {hint}" if hint else "")
 
 
 def is_partial(device: str) -> bool:
@@ -192,14 +192,37 @@ def _choose_llama(settings: Settings, situation: Situation, reasons: tuple[str, 
 
 def routes(choice: EngineChoice, settings: Settings, situation: Situation) -> tuple[Route, ...]:
     """Return the three ways to run a model, in their order, each with why it is not taken."""
-    kernels = _kernels_problem(settings, situation)
-    offload = situation.llama_problem or ("" if situation.has_offload else situation.offload_problem or NO_OFFLOAD)
-    taken = (choice.engine, choice.device)
-    found = []
-    for name, place, problem in ((OURS, ("torch", "cuda"), kernels), (OFFLOAD, ("llama", "gpu"), offload)):
-        found.append(Route(name, taken == place, "" if taken == place else problem or "the settings or a trial say so"))
-    by = "llama.cpp" if choice.engine == "llama" else "torch, slowly"
-    return (*found, Route(f"the processor ({by})", choice.device == "cpu", "" if choice.device == "cpu" else LAST))
+    ours, offload = (choice.engine, choice.device) == ("torch", "cuda"), choice.device == "gpu"
+    on_processor = choice.device == "cpu"
+    by = "torch, slowly" if situation.llama_problem or settings.engine == "torch" else "llama.cpp"
+    return (
+        Route(OURS, ours, "" if ours else _setting_against(OURS, settings) or _kernels_problem(settings, situation)),
+        Route(OFFLOAD, offload, "" if offload else _offload_problem(settings, situation)),
+        Route(f"the processor ({by})", on_processor, "" if on_processor else LAST),
+    )
+
+
+def _offload_problem(settings: Settings, situation: Situation) -> str:
+    """Return why llama.cpp does not compute on the GPU."""
+    if situation.llama_problem or not situation.has_offload:
+        return situation.llama_problem or situation.offload_problem or NO_OFFLOAD
+    if setting := _setting_against(OFFLOAD, settings):
+        return setting
+    if flag := _needs_torch(settings):
+        return f"only our own kernels have {flag} on a GPU"
+    if not situation.has_card:
+        return "the GPU that it sees is a part of the processor"
+    return "our own kernels were faster in the trial on this GPU"
+
+
+def _setting_against(name: str, settings: Settings) -> str:
+    """Return the setting that leaves out a way to use a GPU; empty: none does."""
+    if settings.engine == ("llama" if name == OURS else "torch"):
+        return f"--engine {settings.engine}"
+    others = names_llama_device(settings) if name == OURS else settings.device == "cuda"
+    if others or settings.device == "cpu":
+        return f"--device {settings.device}"
+    return "--gpu-layers 0" if name == OFFLOAD and settings.gpu_layers == "0" else ""
 
 
 def _kernels_problem(settings: Settings, situation: Situation) -> str:
@@ -214,9 +237,14 @@ def _kernels_problem(settings: Settings, situation: Situation) -> str:
     return "no trial has shown them faster on this GPU yet; `edgelm doctor --gpu` makes it"
 
 
-def _needs_torch(settings: Settings) -> bool:
-    """Return whether the settings ask for what llama.cpp lacks on a GPU."""
-    return settings.repeatable or settings.quantize != "off" or settings.kv not in ("auto", *LLAMA_KV)
+def _needs_torch(settings: Settings) -> str:
+    """Return a flag of the settings that llama.cpp lacks on a GPU; empty: there is none."""
+    flags = {
+        "--repeatable": settings.repeatable,
+        f"--quantize {settings.quantize}": settings.quantize != "off",
+        f"--kv {settings.kv}": settings.kv not in ("auto", *LLAMA_KV),
+    }
+    return next((flag for flag, is_set in flags.items() if is_set), "")
 
 
 def _cuda_problem(situation: Situation) -> str:

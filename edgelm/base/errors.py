@@ -59,6 +59,10 @@ class DeviceError(EngineError):
     """The device fails, and every later call of this process would fail too: the process ends, another may go on."""
 
 
+class OutOfMemoryError(EngineError):
+    """The device has less memory than a step requested. Nothing else is wrong: the process can go on."""
+
+
 class DoesNotFitError(ModelError):
     """The device has less memory than the model takes, although the plan said that it fits."""
 

@@ -86,6 +86,8 @@ def _explain_body(message: str, body: object, address: str) -> EdgeLMError:
         return ContextFullError(message, CONTEXT_HINT)
     if code == "engine_died":
         return EngineError(message, "your next message starts it again")
+    if code == "out_of_memory":
+        return EngineError(message)  # it says what to do; the model stays loaded
     return EngineError(f"{address} failed: {message}", "try again")
 
 

@@ -34,7 +34,16 @@ from edgelm.base.config import Config, load_config
 from edgelm.base.errors import EdgeLMError, UsageError
 from edgelm.base.machine import facts as machine
 from edgelm.base.machine.cpu import usable_cores
-from edgelm.base.machine.gpu import NOT_NVIDIA, standing_gpu
+from edgelm.base.machine.gpu import (
+    NOT_NVIDIA,
+    VISIBLE,
+    CudaState,
+    StandingGpu,
+    llama_backend,
+    split_used,
+    standing_gpu,
+    usable_gpus,
+)
 from edgelm.base.machine.llama_build import extra_command, find_build, gpu_backend_command
 from edgelm.base.machine.memory import available_memory_bytes
 from edgelm.base.places import Places
@@ -274,7 +283,7 @@ def _native(places: Places, engines: Engines) -> Iterator[Finding]:
     yield Finding(
         "llama.cpp", "ok", f"{build.version} of {build.package}, uses {build.library} ({' '.join(build.features)})"
     )
-    yield llama_gpus(build.devices, build.gpu_problem)
+    yield llama_gpus(build.devices, build.gpu_problem, standing_gpu())
     if machine.has_amx():
         yield amx(facts, build.features, build.weight_buffers, switched_off=places.no_amx)
     if facts.repack:
@@ -305,10 +314,13 @@ def amx(
     return Finding("AMX", "note", "not used: the system does not allow it (Linux 5.16 and later can)")
 
 
-def llama_gpus(devices: Sequence[Device], problem: str = "") -> Finding:
+def llama_gpus(devices: Sequence[Device], problem: str = "", card: StandingGpu | None = None) -> Finding:
     """Name the GPUs that llama.cpp can use, or say how to get a build that can; `problem`: why this one cannot."""
     if not devices and problem:
         return Finding("GPUs of llama.cpp", "note", problem)
+    if not devices and card and not card.problem:
+        command = gpu_backend_command(find_build(), llama_backend(card))
+        return Finding("GPUs of llama.cpp", "ok", f"none; for llama.cpp on {card.name} {command}")
     if not devices:
         return Finding("GPUs of llama.cpp", "ok", f"none; {GPU_BUILDS}")
     names = [
@@ -331,8 +343,7 @@ def _gpu(places: Places, engines: Engines) -> Finding:
         return Finding("GPU", "problem", error.message, error.hint)
     engines.cuda = state.problem
     if not state.problem:
-        free = f"{_gib(state.free_bytes)} of {_gib(state.total_bytes)} GiB free"
-        return Finding("GPU", "ok", f"{state.name}: {free}; {tuning(places, state.name)}")
+        return Finding("GPU", "ok", f"our own kernels run on {_in_use(state)}; {tuning(places, state.name)}")
     if not gpu and not state.name:
         return Finding("GPU", "ok", f"{state.problem}; models run on the processor")
     reason, hint = (gpu.problem, gpu.hint) if gpu and gpu.problem else (state.problem, state.hint)
@@ -342,6 +353,20 @@ def _gpu(places: Places, engines: Engines) -> Finding:
         return Finding("GPU", "note" if hint else "ok", f"{gpu.name}: {NOT_NVIDIA}, and {used}", hint)
     name = gpu.name if gpu else state.name
     return Finding("GPU", "note", f"our own kernels do not use {name}: {reason}", hint)
+
+
+def _in_use(state: CudaState) -> str:
+    """Describe the GPU that our kernels run on, and name those that they leave alone."""
+    gpus = usable_gpus()
+    own, others = split_used(gpus, state.name)
+    text = f"{state.name}, {_gib(state.free_bytes)} of {_gib(state.total_bytes)} GiB free"
+    if own and own.driver:
+        text += f", driver {own.driver}"
+    text += "; `edgelm doctor --gpu` checks them"
+    if others:
+        names = ", ".join(f"{gpu.name} ({_gib(gpu.free_bytes)} GiB free)" for gpu in others)
+        text += f"; they use one GPU, and not {names}: {VISIBLE} chooses"
+    return text
 
 
 def tuning(places: Places, gpu: str) -> str:

@@ -37,8 +37,9 @@ class Kind(NamedTuple):
 def kinds() -> list[Kind]:
     """Return the kinds of models."""
     ours = ", ".join(family.name for family in FAMILIES if family.gguf)
-    texts = [entry for entry in entries() if entry.kind == "text" and family_of_gguf(entry.architecture) is None]
-    others = ", ".join([*dict.fromkeys(entry.family for entry in texts)][:MAX_NAMED])
+    texts = [entry for entry in entries() if entry.kind == "text"]
+    partly_ours = {entry.family for entry in texts if family_of_gguf(entry.architecture)}
+    others = ", ".join([*dict.fromkeys(entry.family for entry in texts if entry.family not in partly_ours)][:MAX_NAMED])
     return [
         Kind(f"GGUF of {ours}", "whole", "whole or in part", "llama.cpp"),
         Kind(f"any other GGUF, such as {others}", "", "whole or in part", "llama.cpp"),

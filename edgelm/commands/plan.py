@@ -31,7 +31,7 @@ from edgelm.base.machine import facts as machine
 from edgelm.base.machine.bandwidth import read_bandwidth
 from edgelm.base.machine.conditions import conditions
 from edgelm.base.machine.cpu import usable_cores
-from edgelm.base.machine.gpu import Gpu, usable_gpus
+from edgelm.base.machine.gpu import VISIBLE, Gpu, split_used, usable_gpus
 from edgelm.base.machine.memory import available_memory_bytes
 from edgelm.base.places import Places
 from edgelm.checkpoints.folder import folder_facts
@@ -336,14 +336,15 @@ def _print(
         unused = "" if device.name in placement.devices else "; not used"
         room = f"{_gib(device.free_bytes)} of {_gib(device.total_bytes)} free"
         console.print(escape(f"{device.name}, {device.description}: {room}{unused}"), soft_wrap=True)
-    for gpu in () if choice.devices else gpus:
-        room = (
-            f"{_gib(gpu.free_bytes)} of {_gib(gpu.total_bytes)} free"
-            if gpu.total_bytes
-            else "its driver tells no memory"
-        )
-        used = "" if choice.device != "cpu" else "; not used"
-        console.print(escape(f"{gpu.name}: {room}{used}"), soft_wrap=True)
+    own, others = split_used(gpus, choice.cuda.name) if choice.cuda else (None, gpus)
+    if choice.cuda:  # what the plan was made with; nvidia-smi tells no memory where it is the processor's
+        room = f"{_gib(choice.cuda.free_bytes)} of {_gib(choice.cuda.total_bytes)} free"
+        console.print(escape(f"{choice.cuda.name}: {room}"), soft_wrap=True)
+    for gpu in () if choice.devices else others:
+        tells = f"{_gib(gpu.free_bytes)} of {_gib(gpu.total_bytes)} free"
+        room = tells if gpu.total_bytes else "its driver tells no memory"
+        chooses = f": our own kernels use one GPU, {VISIBLE} chooses" if own else ""
+        console.print(escape(f"{gpu.name}: {room}; not used{chooses}"), soft_wrap=True)
     kind = "gpu" if placement.devices else "cpu" if choice.device == "gpu" else choice.device
     where = {"cuda": "CUDA by our own kernels", "gpu": "the GPU, by llama.cpp", "cpu": "the processor"}[kind]
     by = " by the torch engine, slowly" if (choice.engine, choice.device) == ("torch", "cpu") else ""

@@ -17,10 +17,9 @@ from edgelm.backends.llama import build as build_module
 from edgelm.backends.model import open_model
 from edgelm.backends.reports import Reports
 from edgelm.backends.torch import compiling
-from edgelm.backends.torch.failures import OutOfMemoryError
 from edgelm.base.config import Settings
-from edgelm.base.errors import DeviceError, DoesNotFitError, EdgeLMError, GpuLoadError, ModelError
-from edgelm.base.machine.gpu import CudaState, StandingGpu
+from edgelm.base.errors import DeviceError, DoesNotFitError, EdgeLMError, GpuLoadError, ModelError, OutOfMemoryError
+from edgelm.base.machine.gpu import CudaState
 from edgelm.base.workers.messages import EngineJob
 from edgelm.engine import watchdog
 from edgelm.engine.core import ExecutorInfo
@@ -126,22 +125,6 @@ def test_what_the_kernels_cannot_take_is_llama_cpps(tmp_path: Path, monkeypatch:
     assert "is Q8_0, which the GPU kernels do not support" in chosen(plain).reasons[0]
     with pytest.raises(ModelError, match=r"cannot be run with --engine torch: .*; use --engine llama"):
         chosen(plain, engine="torch")
-
-
-@pytest.mark.parametrize(
-    ("capabilities", "backend"),
-    [
-        ({"GPU-1": (6, 1)}, "vulkan"),
-        ({"GPU-1": (7, 5)}, "cuda"),
-        ({"GPU-1": (6, 1), "GPU-2": (8, 6)}, "cuda"),
-        ({}, "cuda"),
-    ],
-)
-def test_a_card_before_turing_is_told_of_vulkan(
-    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, tuple[int, int]], backend: str
-) -> None:
-    monkeypatch.setattr(build_package, "compute_capabilities", lambda: capabilities)
-    assert build_package._backend_for(StandingGpu("NVIDIA GeForce GTX 1080")) == backend
 
 
 @pytest.mark.parametrize("kv", ["fp8", "k6v4"])

@@ -235,6 +235,37 @@ def test_each_way_says_why_it_is_not_taken() -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "settings", "reasons"),
+    [
+        ({"faster": "torch"}, {}, ("", "our own kernels were faster in the trial on this GPU", "a GPU is faster")),
+        ({"has_card": False}, {}, ("", "the GPU that it sees is a part of the processor", "a GPU is faster")),
+        ({}, {"device": "cuda"}, ("", "--device cuda", "a GPU is faster")),
+        ({}, {"engine": "torch"}, ("", "--engine torch", "a GPU is faster")),
+        ({}, {"kv": "fp8"}, ("", "only our own kernels have --kv fp8 on a GPU", "a GPU is faster")),
+        ({}, {"repeatable": True}, ("", "only our own kernels have --repeatable on a GPU", "a GPU is faster")),
+        ({"faster": "torch"}, {"device": "Vulkan0"}, ("--device Vulkan0", "", "a GPU is faster")),
+        ({"faster": "torch"}, {"engine": "llama"}, ("--engine llama", "", "a GPU is faster")),
+        ({"faster": "torch"}, {"device": "cpu"}, ("--device cpu", "--device cpu", "")),
+        ({"faster": "torch"}, {"gpu_layers": "0"}, ("only llama.cpp has --gpu-layers", "--gpu-layers 0", "")),
+    ],
+)
+def test_each_way_names_the_setting_or_the_trial(
+    changes: dict[str, object], settings: dict[str, object], reasons: tuple[str, ...]
+) -> None:
+    choice = choose_engine(Settings(**settings), replace(BOTH, **changes))  # type: ignore[arg-type]
+    assert tuple(route.reason for route in choice.routes) == reasons
+    assert [route.taken for route in choice.routes] == [not reason for reason in reasons]
+
+
+def test_the_processor_row_names_the_engine_that_would_run_there() -> None:
+    def last(situation: Situation, **settings: object) -> str:
+        return choose_engine(Settings(**settings), situation).routes[2].name  # type: ignore[arg-type]
+
+    assert last(GGUF) == "the processor (llama.cpp)"  # though our kernels are taken
+    assert last(GGUF, engine="torch") == last(FOLDER) == "the processor (torch, slowly)"
+
+
+@pytest.mark.parametrize(
     ("device", "settings", "told"),
     [
         (

@@ -274,6 +274,7 @@ async def test_the_connection_breaks_in_the_middle(client: Client, endpoint: Fak
         (429, {"error": {"message": "queue is full"}}, BusyError, "queue is full"),
         (500, {}, EngineError, "HTTP 500"),
         (503, {"error": {"message": "out of memory", "code": "engine_died"}}, EngineError, "starts it"),
+        (503, {"error": {"message": "used up; lower it", "code": "out_of_memory"}}, EngineError, "used up; lower it"),
         (422, {"detail": [{"loc": ["body"]}]}, RequestError, "HTTP 422"),
     ],
 )  # fmt: skip

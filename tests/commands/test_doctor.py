@@ -16,7 +16,7 @@ from edgelm.backends.llama.placement import Device
 from edgelm.backends.questions import LlamaBuild
 from edgelm.base.errors import EdgeLMError, EngineError
 from edgelm.base.machine.facts import MachineFacts
-from edgelm.base.machine.gpu import CudaState
+from edgelm.base.machine.gpu import CudaState, Gpu, StandingGpu
 from edgelm.base.places import Places
 from edgelm.commands import doctor, doctor_gpu
 from edgelm.commands.doctor_engines import Engines
@@ -64,6 +64,9 @@ def test_the_gpus_of_llama_cpp_are_named_or_how_to_get_one() -> None:
     assert (problem.state, problem.text) == ("note", "edgelm-llama-vulkan finds no GPU; install its driver")
     card = Device("Vulkan0", "AMD Radeon", 8 * 2**30, 6 * 2**30)
     assert doctor.llama_gpus([card]).text.startswith("Vulkan0 is AMD Radeon, 6.0 of 8.0 GiB free; --device gpu")
+    ours = doctor.llama_gpus([], card=StandingGpu("NVIDIA GeForce RTX 3060"))
+    assert ours.text.startswith("none; for llama.cpp on NVIDIA GeForce RTX 3060 ")
+    assert "[cuda]" not in ours.text, "it may be there already"
 
 
 def test_a_gpu_says_whether_kernels_are_tuned_for_it(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +79,19 @@ def test_a_gpu_says_whether_kernels_are_tuned_for_it(places: Path, monkeypatch: 
     file = here.cache / "kernels" / "nvidia-h100-132sm-triton3.9.0-3.json"
     file.parent.mkdir(parents=True)
     file.write_text('{"matmul": {"a": {"warps": 4}, "b": {"warps": 8}}, "unfinished": {"matmul c": {"times": 1}}}')
-    assert doctor._gpu(here, Engines()).text == "NVIDIA H100: 80.0 of 80.0 GiB free; 2 kernels are tuned for it"
+    assert doctor._gpu(here, Engines()).text == (
+        "our own kernels run on NVIDIA H100, 80.0 of 80.0 GiB free; `edgelm doctor --gpu` checks them; "
+        "2 kernels are tuned for it"
+    )
+
+
+def test_of_two_gpus_it_names_the_one_that_our_kernels_run_on(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "ask_cuda", lambda: CudaState("", "", "RTX 3060", 11 * 2**30, 12 * 2**30))
+    gpus = [Gpu("RTX 4090", 24 * 2**30, 4 * 2**30, "580.65"), Gpu("RTX 3060", 12 * 2**30, 11 * 2**30, "580.65")]
+    monkeypatch.setattr(doctor, "usable_gpus", lambda: gpus)
+    text = doctor._gpu(Places({"EDGELM_CACHE_DIR": str(places / "cache")}), Engines()).text
+    assert text.startswith("our own kernels run on RTX 3060, 11.0 of 12.0 GiB free, driver 580.65; ")
+    assert "they use one GPU, and not RTX 4090 (4.0 GiB free): CUDA_VISIBLE_DEVICES chooses" in text
 
 
 def test_each_problem_says_what_to_do(
@@ -149,7 +164,7 @@ def test_the_report_for_people_has_one_line_each(places: Path, capsys: pytest.Ca
     count = len(list(doctor.examine()))
     assert all(line[0] in "✓•✗" for line in lines[:count])
     table = "\n".join(lines[count:])
-    assert all(text in table for text in ("CUDA", "any other GGUF", "qwen3.5", "here"))
+    assert all(text in table for text in ("CUDA", "any other GGUF", "gemma3n", "here"))
 
 
 def test_settings_are_shown_with_their_source_and_secrets_are_not(

@@ -17,7 +17,7 @@ from edgelm.base.config import Settings
 from edgelm.base.machine.bandwidth import Bandwidth
 from edgelm.base.machine.conditions import conditions
 from edgelm.base.machine.facts import MachineFacts
-from edgelm.base.machine.gpu import Gpu
+from edgelm.base.machine.gpu import CudaState, Gpu
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.summary import model_facts
 from edgelm.commands import plan as plan_module
@@ -110,6 +110,43 @@ def test_a_page_shows_the_sizes_a_bar_and_the_choice(
     measured = conditions("llama", 0.7)
     assert out.endswith(f"{measured}\n")
     assert edgelm.document(model)["measured"] == asdict(measured)
+
+
+ONE_GPU = "our own kernels use one GPU, CUDA_VISIBLE_DEVICES chooses"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "state", "lines"),
+    [
+        (
+            [Gpu("RTX 4090", 24 * GIB, 4 * GIB), Gpu("RTX 3060", 12 * GIB, 11 * GIB)],
+            CudaState("", "", "RTX 3060", 10 * GIB, 12 * GIB),
+            ["RTX 3060: 10.00 GiB of 12.00 GiB free", f"RTX 4090: 4.00 GiB of 24.00 GiB free; not used: {ONE_GPU}"],
+        ),
+        (
+            [Gpu("RTX 3090", 24 * GIB, 5 * GIB), Gpu("RTX 3090", 24 * GIB, 23 * GIB)],
+            CudaState("", "", "RTX 3090", 22 * GIB, 24 * GIB),
+            ["RTX 3090: 22.00 GiB of 24.00 GiB free", f"RTX 3090: 5.00 GiB of 24.00 GiB free; not used: {ONE_GPU}"],
+        ),
+        (
+            [Gpu("NVIDIA GB10", 0, 0)],
+            CudaState("", "", "NVIDIA GB10", 100 * GIB, 119 * GIB),
+            ["NVIDIA GB10: 100.00 GiB of 119.00 GiB free"],
+        ),
+        (
+            [Gpu("A100 MIG 2g.20gb", 20 * GIB, 19 * GIB, mig=True)],
+            CudaState("", "", "NVIDIA A100-SXM4-80GB MIG 2g.20gb", 19 * GIB, 20 * GIB),
+            ["NVIDIA A100-SXM4-80GB MIG 2g.20gb: 19.00 GiB of 20.00 GiB free"],
+        ),
+    ],
+)
+def test_of_several_gpus_the_one_in_use_comes_first(
+    edgelm: Edgelm, model: Path, monkeypatch: pytest.MonkeyPatch, gpus: list[Gpu], state: CudaState, lines: list[str]
+) -> None:
+    monkeypatch.setattr(plan_module, "usable_gpus", lambda: gpus)
+    monkeypatch.setattr(plan_module, "ask_choice", lambda *_: ChosenEngine("torch", "cuda", (), state))
+    _, out, _ = edgelm("plan", model)
+    assert [line for line in out.splitlines() if "GiB free" in line] == lines
 
 
 def test_a_kv_mode_that_the_gpu_cannot_attend_in_is_told_of(

@@ -3,8 +3,8 @@
     python -m tests.server.failing_engine   # instead of `edgelm.server.engine_process.worker`
 
 PLAN beside the model has one line of JSON for each start with "CUDA": `{"load": MESSAGE}` fails the loading, `{"step":
-MESSAGE, "after": N}` the N-th step, `{"hang": N}` makes the N-th step hang, `{"load_hangs": true}` the loading, and
-`{}` fails nothing.
+MESSAGE, "after": N}` the N-th step and later ones (`"until": M`: only those before the M-th), `{"hang": N}` makes the
+N-th step hang, `{"load_hangs": true}` the loading, and `{}` fails nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def fail(executor: type[TorchExecutor], failure: dict[str, Any]) -> None:
         num_steps += 1
         if num_steps == failure.get("hang"):
             time.sleep(1000)
-        if "step" in failure and num_steps >= failure["after"]:
+        if "step" in failure and failure["after"] <= num_steps < failure.get("until", num_steps + 1):
             raise torch.AcceleratorError(failure["step"])
         return forward(self, tensors)
 

@@ -16,7 +16,7 @@ from starlette.types import Message
 
 from edgelm.backends.model import LoadedModel
 from edgelm.base.config import Settings
-from edgelm.base.errors import BusyError, EngineError, RequestError
+from edgelm.base.errors import BusyError, EngineError, OutOfMemoryError, RequestError
 from edgelm.engine.core import Event, FinishReason, Sampled, SamplingParams, Stats
 from edgelm.engine.counters import Counters
 from edgelm.jobs.answer import Answerer
@@ -323,6 +323,7 @@ async def test_log_probabilities_that_json_cannot_hold(
         (BusyError("full"), 429, "queue_full"),
         (RequestError("odd"), 400, "invalid_value"),
         (EngineError("broke"), 503, "engine_died"),
+        (OutOfMemoryError("used up"), 503, "out_of_memory"),
     ],
 )
 @pytest.mark.parametrize("n", [1, 3])

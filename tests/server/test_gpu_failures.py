@@ -83,6 +83,21 @@ def test_a_step_that_hangs_ends_the_engine_and_what_cannot_be_loaded_again_is_ll
         assert state["error"] is None
 
 
+def test_a_step_without_memory_fails_its_request_and_the_engine_goes_on(fronts: Fronts) -> None:
+    with fronts({"step": "CUDA error: out of memory" + MORE_LINES, "after": 6, "until": 8}) as front:
+        events = list(front.events(max_tokens=1000, **ENDLESS))
+        assert "choices" in events[0]
+        assert [event for event in events if "error" in event] == events[-1:]
+        assert events[-1]["error"]["code"] == "out_of_memory"
+        assert events[-1]["error"]["message"] == (
+            "the memory of the GPU is used up; end other programs on it (nvidia-smi lists them), lower --ctx or "
+            "--parallel, or choose a smaller --kv"
+        )
+        assert front.chat(max_tokens=5, **ENDLESS).json()["usage"]["completion_tokens"] == 5
+        state = front.ps("tiny")
+        assert (state["state"], state["engine"], state["cuda_problem"]) == ("ready", "torch", None)
+
+
 def test_a_load_that_hangs_is_left_to_llama_cpp(fronts: Fronts) -> None:
     with fronts({"load_hangs": True}) as front:
         assert front.chat(max_tokens=5, **ENDLESS).json()["usage"]["completion_tokens"] == 5

@@ -27,11 +27,11 @@ from edgelm.backends.snapshots import SnapshotStore
 from edgelm.backends.torch.block_states import FORMAT as STATE_FORMAT
 from edgelm.backends.torch.embedding import TorchEmbedder
 from edgelm.backends.torch.executor import MAX_ROWS, TorchExecutor, TorchOptions, device_name
-from edgelm.backends.torch.failures import OutOfMemoryError, gpu_errors
+from edgelm.backends.torch.failures import gpu_errors
 from edgelm.backends.torch.kept_checks import verdict_for
 from edgelm.backends.torch.memory import TorchPlan, capacity, plan_for_torch, uses_head
 from edgelm.base.config import Settings
-from edgelm.base.errors import DeviceError, DoesNotFitError, EdgeLMError, ModelError
+from edgelm.base.errors import DeviceError, DoesNotFitError, EdgeLMError, ModelError, OutOfMemoryError
 from edgelm.base.machine.cpu import usable_cores
 from edgelm.base.machine.cuda import context_bytes
 from edgelm.base.machine.llama_build import extra_command

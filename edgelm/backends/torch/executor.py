@@ -24,13 +24,13 @@ from edgelm.backends.snapshots import SnapshotStore
 from edgelm.backends.torch.batch import NO_ROWS, StepBuffers, StepTensors, bucket_of
 from edgelm.backends.torch.block_states import block_bytes, load_blocks, load_slot, save_blocks, save_slot, slot_bytes
 from edgelm.backends.torch.compiling import compile_kernels
-from edgelm.backends.torch.failures import OutOfMemoryError, gpu_errors
+from edgelm.backends.torch.failures import gpu_errors
 from edgelm.backends.torch.graph_sizes import SIZES
 from edgelm.backends.torch.graphs import Graphs
 from edgelm.backends.torch.heads import TorchHeads
 from edgelm.backends.torch.memory import num_states
 from edgelm.backends.torch.sampler import DeviceSampler, Launch, RowRequest
-from edgelm.base.errors import DeviceError, LostStepError, SnapshotError
+from edgelm.base.errors import DeviceError, LostStepError, OutOfMemoryError, SnapshotError
 from edgelm.engine.core import (
     LAST,
     NOT_A_TOKEN,

@@ -14,7 +14,7 @@ from types import TracebackType
 
 import torch
 
-from edgelm.base.errors import DeviceError, EngineError
+from edgelm.base.errors import DeviceError, EngineError, OutOfMemoryError
 from edgelm.base.machine.gpu import driver_place
 from edgelm.kernels.choice import NoKernelError
 
@@ -63,11 +63,9 @@ GPU_ERRORS = (
     getattr(torch, "AcceleratorError", torch.OutOfMemoryError),
 )
 TRY_AGAIN = "try again; if it happens again, use --engine llama"
+LESS = "lower --ctx or --parallel, or choose a smaller --kv"
+OTHER_PROGRAMS = "end other programs on it (nvidia-smi lists them)"  # loading has allocated what steps need
 NOT_COMPILED = "see `edgelm doctor`, or use --engine llama"
-
-
-class OutOfMemoryError(EngineError):
-    """The device has less memory than requested. Nothing else is wrong: the process can go on."""
 
 
 @contextmanager
@@ -85,8 +83,9 @@ def gpu_errors(hint: str = "") -> Iterator[None]:
     except Exception as error:
         if _is_out_of_memory(error):
             _free_frames(error)
-            message = "the memory of the GPU is used up" if _is_of_gpu(error) else "the memory is used up"
-            raise OutOfMemoryError(message, "lower --ctx or --parallel, or choose a smaller --kv") from error
+            if _is_of_gpu(error):
+                raise OutOfMemoryError("the memory of the GPU is used up", f"{OTHER_PROGRAMS}, {LESS}") from error
+            raise OutOfMemoryError("the memory is used up", LESS) from error
         if _is_of_compiler(error):
             raise DeviceError(f"the GPU's kernels cannot be compiled: {_line(error)}", NOT_COMPILED) from error
         if not _is_of_gpu(error):

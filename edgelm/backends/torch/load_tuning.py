@@ -31,7 +31,7 @@ from edgelm.backends.reports import Reports
 from edgelm.backends.torch.check_bounds import Bound, bounds_of
 from edgelm.backends.torch.compilation import Compilation, recording
 from edgelm.backends.torch.compiling import compile_kernels
-from edgelm.backends.torch.failures import OutOfMemoryError, gpu_errors
+from edgelm.backends.torch.failures import gpu_errors
 from edgelm.backends.torch.timing import COLD_FACTOR, time_us
 from edgelm.backends.torch.trial import nan_filled
 from edgelm.backends.torch.tuning import (
@@ -45,7 +45,7 @@ from edgelm.backends.torch.tuning import (
     withdraw,
     write,
 )
-from edgelm.base.errors import DeviceError, ModelError
+from edgelm.base.errors import DeviceError, ModelError, OutOfMemoryError
 from edgelm.kernels.choice import Implementation, observed_by
 from edgelm.kernels.gpu_target import target_of
 from edgelm.kernels.tuning import Config, Table

@@ -23,10 +23,10 @@ from edgelm.backends.gpu_check import NO_NUMBER, OpVerdict
 from edgelm.backends.model import OpenedModel
 from edgelm.backends.torch.check_bounds import RARE, Bound, bounds_of
 from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
-from edgelm.backends.torch.failures import OutOfMemoryError, gpu_errors
+from edgelm.backends.torch.failures import gpu_errors
 from edgelm.backends.torch.sampler import DeviceSampler, RowRequest
 from edgelm.backends.torch.trial import nan_filled
-from edgelm.base.errors import EngineError
+from edgelm.base.errors import EngineError, OutOfMemoryError
 from edgelm.base.sampling import SamplingParams
 from edgelm.checkpoints.gguf import GGUF
 from edgelm.engine.core import LAST, Chunk, StateSpan, Step

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -37,6 +38,7 @@ MIG_MEMORY = re.compile(
 MIG_NAME = re.compile(r"MIG (\S+)\s+Device\s+(\d+): \(UUID: (MIG-[^)]+)\)")
 CONTAINER_HOST = "the host needs NVIDIA's driver and nvidia-container-toolkit"
 NOT_NVIDIA = "our own kernels need one of NVIDIA"
+TURING = 7, 5  # compute capability
 NVIDIA_CARD = "the NVIDIA GPU"  # whose name is not known
 NO_DRIVER = "no NVIDIA driver was found"
 
@@ -76,10 +78,16 @@ def has_torch() -> bool:
 class StandingGpu(NamedTuple):
     """A graphics card that stands in this machine. `problem` is why our kernels cannot use it, whatever the model."""
 
-    name: str
+    name: str  # of several: all of them
     problem: str = ""
     hint: str = ""
     backend: str = "cuda"  # ggml's, of llama.cpp
+    count: int = 1
+
+    @property
+    def is_not_used(self) -> str:
+        """The beginning of a line that says why."""
+        return f"{self.name} {'is' if self.count == 1 else 'are'} not used"
 
     @property
     def ours(self) -> bool:
@@ -95,7 +103,9 @@ def standing_gpu(root: Path = Path("/")) -> StandingGpu | None:
     if os.environ.get(VISIBLE, "0").strip() in ("", "-1"):
         return None
     if gpus := nvidia_gpus():
-        return StandingGpu(", ".join(dict.fromkeys(gpu.name for gpu in gpus)))
+        names = Counter(gpu.name for gpu in gpus)
+        name = " and ".join(f"{count} x {name}" if count > 1 else name for name, count in names.items())
+        return StandingGpu(name, count=len(gpus))
     if (root / WSL / "nvidia-smi").exists():  # Windows has the driver, and its card is not on this bus
         return StandingGpu(NVIDIA_CARD, *_why_unlisted(root))
     for card in sorted((root / "sys/bus/pci/devices").glob("*")):
@@ -168,6 +178,12 @@ def compute_capabilities() -> dict[str, tuple[int, int]]:
     return {match[1]: (int(match[2]), int(match[3])) for match in matches if match}
 
 
+def llama_backend(gpu: StandingGpu) -> str:
+    """Return ggml's backend for a card. Our wheel of llama.cpp for CUDA has no kernels for one before Turing."""
+    known = compute_capabilities() if gpu.ours and not gpu.problem else {}
+    return "vulkan" if known and max(known.values()) < TURING else gpu.backend
+
+
 def usable_gpus() -> list[Gpu]:
     """Return the GPUs, and parts of one (MIG), that CUDA_VISIBLE_DEVICES leaves to us.
 
@@ -183,6 +199,14 @@ def usable_gpus() -> list[Gpu]:
     ]
     whole = [part for gpu in gpus for part in parts.get(gpu.uuid, [gpu])[:1]]
     return named or [gpu for index, gpu in enumerate(whole) if any(_is_named(gpu, index, name) for name in names)]
+
+
+def split_used(gpus: Sequence[Gpu], name: str) -> tuple[Gpu | None, list[Gpu]]:
+    """Return the GPU that CUDA calls by a name, the freest of equal ones, and the others."""
+    own = max((gpu for gpu in gpus if gpu.name == name), key=lambda gpu: gpu.free_bytes, default=None)
+    if own is None and len(gpus) == 1:  # CUDA names a part of a GPU, and the driver's tool another way
+        own = gpus[0]
+    return own, [gpu for gpu in gpus if gpu is not own] if own else []
 
 
 def _parts(gpus: Sequence[Gpu]) -> dict[str, list[Gpu]]:

@@ -8,7 +8,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from edgelm.base.errors import BusyError, EdgeLMError, EngineError, ModelError, NotSeenError, RequestError
+from edgelm.base.errors import (
+    BusyError,
+    EdgeLMError,
+    EngineError,
+    ModelError,
+    NotSeenError,
+    OutOfMemoryError,
+    RequestError,
+)
 
 RETRY_AFTER = "retry-after"
 NOT_SEEN = "x-edgelm-not-seen"  # of an engine, to its front: it knows which other models read pictures
@@ -57,6 +65,8 @@ def as_api_error(error: EdgeLMError) -> ApiError:
         return ApiError(429, "queue_full", str(error), headers={RETRY_AFTER: "1"})
     if isinstance(error, ModelError):
         return ApiError(503, "model_failed", str(error), headers=NO_RETRY)
+    if isinstance(error, OutOfMemoryError):  # the engine lives, and other requests may be served
+        return ApiError(503, "out_of_memory", str(error), headers={RETRY_AFTER: "1"})
     if isinstance(error, EngineError):
         return ApiError(503, "engine_died", str(error), headers={RETRY_AFTER: "1"})
     return ApiError(503, "model_failed", str(error), headers=NO_RETRY)

@@ -19,13 +19,12 @@ from edgelm.backends.plan import Option
 from edgelm.backends.torch import batch, build, failures
 from edgelm.backends.torch.batch import StepBuffers, StepTensors, bucket_of
 from edgelm.backends.torch.executor import TorchExecutor
-from edgelm.backends.torch.failures import OutOfMemoryError
 from edgelm.backends.torch.graph_sizes import SIZES
 from edgelm.backends.torch.graphs import Graphs
 from edgelm.backends.torch.memory import SMALL_STEP
 from edgelm.backends.torch.sampler import DeviceSampler
 from edgelm.base.config import Settings
-from edgelm.base.errors import EngineError, ModelError
+from edgelm.base.errors import EngineError, ModelError, OutOfMemoryError
 from edgelm.engine.core import LAST, NOT_A_TOKEN, Chunk, SamplingParams, Sequence, Step
 from edgelm.kernels import cache as kv_cache
 from edgelm.models.decoder import Batch, Decoder

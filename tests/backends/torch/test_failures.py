@@ -14,8 +14,8 @@ import torch
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from edgelm.backends.torch.executor import TorchExecutor, parts_of
-from edgelm.backends.torch.failures import NOT_COMPILED, TRY_AGAIN, OutOfMemoryError, gpu_errors
-from edgelm.base.errors import DeviceError, EngineError
+from edgelm.backends.torch.failures import LESS, NOT_COMPILED, OTHER_PROGRAMS, TRY_AGAIN, gpu_errors
+from edgelm.base.errors import DeviceError, EngineError, OutOfMemoryError
 from edgelm.engine.core import Chunk, SamplingParams, Sequence, Step
 from edgelm.kernels.choice import NoKernelError
 from edgelm.models.decoder import Decoder
@@ -27,7 +27,6 @@ MORE_LINES = """
 CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
 For debugging consider passing CUDA_LAUNCH_BLOCKING=1
 Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."""
-SMALLER = "lower --ctx or --parallel, or choose a smaller --kv"
 USED_UP = "the memory of the GPU is used up"
 BROKEN = "the GPU's memory may be broken: see what `nvidia-smi -q` says"
 BUSY = "another program holds the GPU: see what nvidia-smi says"
@@ -116,7 +115,8 @@ LOST: list[tuple[Exception, str, str]] = [
 def test_a_lack_of_memory_leaves_the_process_alive(error: Exception, message: str) -> None:
     with pytest.raises(OutOfMemoryError) as caught, gpu_errors():
         raise error
-    assert (caught.value.message, caught.value.hint) == (message, SMALLER)
+    hint = f"{OTHER_PROGRAMS}, {LESS}" if message == USED_UP else LESS
+    assert (caught.value.message, caught.value.hint) == (message, hint)
     assert not isinstance(caught.value, DeviceError)
 
 
@@ -227,7 +227,9 @@ def test_an_answer_that_needs_too_much_in_any_case_fails_alone(
 
     async def ask() -> None:
         with running(decoder, capacity=1024) as engine:
-            with pytest.raises(EngineError, match=f"{USED_UP}; {SMALLER}") as _kept:  # as long as its client reads it
+            with pytest.raises(
+                EngineError, match=f"{USED_UP}; end other .*, {LESS}"
+            ) as _kept:  # as long as its client reads it
                 await answer(engine, PROMPTS[0])
             assert len(await answer(engine, PROMPTS[1])) == 6
             memory.max_tokens = 1000

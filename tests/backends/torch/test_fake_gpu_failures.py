@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from edgelm.backends.torch import failures
+
 ROOT = Path(__file__).resolve().parents[3]
 SMALLER = "take a smaller model, use --quantize int4, or --engine llama"
 LESS = "lower --ctx, choose a smaller --kv, or use --engine llama"
@@ -18,7 +20,7 @@ LESS = "lower --ctx, choose a smaller --kv, or use --engine llama"
 
 def dropped(which: str) -> list[str]:
     line = f"CUDA graphs {which}are not used, and such steps take longer: the memory of the GPU is used up"
-    return [f"{line}; lower --ctx or --parallel, or choose a smaller --kv"]
+    return [f"{line}; {failures.OTHER_PROGRAMS}, {failures.LESS}"]
 
 
 ALL = {"graphs": 32, "sampled": 32}  # those of two sequences

@@ -13,6 +13,7 @@ from edgelm.base.machine.gpu import (
     StandingGpu,
     compute_capabilities,
     driver_place,
+    llama_backend,
     nvidia_gpus,
     standing_gpu,
     usable_gpus,
@@ -107,6 +108,22 @@ def test_a_card_of_intel_is_seen_and_a_part_of_its_processor_is_not(tmp_path: Pa
     assert (gpu_here.name if gpu_here else "", found) in (("the Intel GPU", True), ("", False))
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "backend"),
+    [
+        ({"GPU-1": (6, 1)}, "vulkan"),
+        ({"GPU-1": (7, 5)}, "cuda"),
+        ({"GPU-1": (6, 1), "GPU-2": (8, 6)}, "cuda"),
+        ({}, "cuda"),
+    ],
+)
+def test_a_card_before_turing_is_told_of_vulkan(
+    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, tuple[int, int]], backend: str
+) -> None:
+    monkeypatch.setattr(gpu, "compute_capabilities", lambda: capabilities)
+    assert llama_backend(StandingGpu("NVIDIA GeForce GTX 1080")) == backend
+
+
 @pytest.mark.parametrize(("visible", "stands"), [(None, True), ("0", True), ("", False), ("-1", False)])
 def test_a_gpu_that_the_user_hides_does_not_stand_here(
     visible: str | None, stands: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -115,7 +132,12 @@ def test_a_gpu_that_the_user_hides_does_not_stand_here(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert standing_gpu(tmp_path) == (StandingGpu("A, B") if stands else None)
+    assert standing_gpu(tmp_path) == (StandingGpu("2 x A and B", count=3) if stands else None)
+
+
+def test_several_gpus_are_not_used() -> None:
+    assert StandingGpu("A").is_not_used == "A is not used"
+    assert StandingGpu("A and B", count=2).is_not_used == "A and B are not used"
 
 
 @pytest.mark.parametrize(("visible", "names"), [(None, "AB"), ("1", "B"), ("GPU-a", "A"), ("", ""), ("1,0", "AB")])
