@@ -42,7 +42,7 @@ def offers(
     """Return the suggestions for an empty prompt.
 
     `listed` are the models that are here. `is_first`: there was no chat before this one. `better` is the model that
-    suits this machine. `is_remote`: the models are an endpoint's, where nothing can be pulled and a starter has no guide.
+    suits this machine. `is_remote`: the models are an endpoint's: none is pulled there, and a starter has no guide.
     """
     messages = session.tree.path()
     if is_remote and (messages or not is_first or model in ("", STARTER)):
