@@ -215,7 +215,9 @@ class ChatApp(App[None], inherit_bindings=False):
     def _know_terminal(self, message: terminal_input.TerminalAnswer) -> None:
         if isinstance(self._pictures, KittyPictures):
             return
-        pictures: KittyPictures | sixel.SixelPictures | None = self._terminal.take(message.answer, *self.size)
+        pictures: KittyPictures | sixel.SixelPictures | None = None
+        for answer in ("" if self.is_headless else sixel.known_size(), message.answer):
+            pictures = self._terminal.take(answer, *self.size) or pictures
         # Only a cell's colour of 24 bits can name a picture.
         if can_draw(message.answer) and self.console.color_system != "256":
             pictures = KittyPictures(self._write)

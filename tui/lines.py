@@ -278,7 +278,8 @@ class FoldedRow(Row):
 
     def draw(self, width: int, palette: Palette) -> list[Line]:
         lines = self._text.strip().split("\n")
-        count = f"  {len(lines):,} lines" if len(lines) > 1 else ""
+        num_lines = guess_height(self._text.strip(), text_width(width))
+        count = f"  {num_lines:,} lines" if num_lines > 1 else ""
         begin = next(
             (line for line in lines if line.strip() and not line.lstrip().startswith(("```", "~~~"))), lines[0]
         )

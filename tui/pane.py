@@ -91,6 +91,7 @@ class ChatPane(Vertical):
         self._title = Static(id="title")
         self._completion = Completion()
         self._picker = FilePicker(self.prompt, self._completion, files.add_path, self.run_worker)
+        self.prompt.begins_picking = self._picker.typed  # keys may be faster than the list
         self._show_reasoning = False
         self._live: LiveView | None = None
         self.suggest: Callable[[str], list[Suggestion]] = suggest_paths  # what Tab may complete; called on a thread

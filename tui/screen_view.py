@@ -13,6 +13,7 @@ from edgelm.chats.attachments import Attachment
 from edgelm.chats.history import Chat, Message
 from edgelm.chats.store import ChatsError
 from edgelm.client.answer_stream import stats_from_json
+from edgelm.tui.commands.table import Suggestion
 from edgelm.tui.inspector.panel import InspectorPanel
 from edgelm.tui.lines import clean
 from edgelm.tui.pane import ChatPane
@@ -171,13 +172,21 @@ class ScreenView:
         self._inspector.follow(workspace.model)
         client = workspace.link.connected
         self._pane.transcript.can_explore = client is None or client.is_edgelm
-        offered = workspace.link.remote is None and workspace.link.is_ready and workspace.answer is None
         session, model, link = workspace.session, workspace.model, workspace.link
         is_first = not any(chat is not session.chat for chat in workspace.chats.values())
-        self._pane.offer(
-            offers(session, model, link.listed, is_first=is_first, better=self.better_model) if offered else []
-        )
-        self._pane.transcript.set_about(about_model(model, link.entry(model), link.remote) if model else ())
+        offered: list[Suggestion] = []
+        if link.is_ready and workspace.answer is None:
+            offered = offers(
+                session,
+                model,
+                link.listed,
+                is_first=is_first,
+                better=self.better_model,
+                is_remote=link.remote is not None,
+            )
+        self._pane.offer(offered)
+        others = [name for name in link.listed if name != model] if link.remote is not None else []
+        self._pane.transcript.set_about(about_model(model, link.entry(model), link.remote, others) if model else ())
 
     def show_state(self) -> None:
         """Show what is set for the open chat."""

@@ -95,6 +95,16 @@ async def test_keys_may_be_faster_than_the_list(open_chat: Open, folder: Path) -
         await chat.until(lambda: ("user", "to @src") in chat.turns, "sent without a file")
 
 
+async def test_keys_that_come_at_once_attach_a_file_too(open_chat: Open, folder: Path) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        for key, character in (("at", "@"), *((letter, letter) for letter in "notes"), ("enter", "\r")):
+            chat.prompt.post_message(events.Key(key, character))
+        await has(chat, "src/notes.md")
+        assert chat.turns == []
+        assert chat.prompt.text == ""
+
+
 async def test_a_folder_is_opened_by_tab_and_by_mouse(open_chat: Open, folder: Path) -> None:
     async with open_chat() as chat:
         await chat.ready()

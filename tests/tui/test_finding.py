@@ -180,6 +180,15 @@ async def test_the_help_has_a_filter(open_chat: Open) -> None:
         await chat.until(lambda: not isinstance(chat.app.screen, HelpScreen), "closed")
 
 
+async def test_the_help_begins_with_the_keys_of_what_has_the_focus(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.ask("about cats")
+        await chat.press("shift+tab", "f1")
+        await opens(chat, HelpScreen)
+        await chat.sees("On a message", "Fold it")
+        assert "Everywhere" not in chat.text.split("On a message")[0]
+
+
 async def test_the_help_scrolls_while_the_filter_has_the_keys(open_chat: Open) -> None:
     async with open_chat() as chat:
         await chat.press("f1")

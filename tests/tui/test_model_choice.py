@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from textual.widgets import Input
 
+from edgelm.tui.prompt.offers import QUESTIONS
 from edgelm.tui.workspace import ChatDefaults
 from tests.tui.conftest import Open
 from tests.tui.fake_endpoint import FakeEndpoint
@@ -64,6 +65,20 @@ async def test_another_model_than_the_last_runs_is_told(open_chat: Open, endpoin
     endpoint.models = ["two"]
     async with open_chat() as chat:
         await chat.hears("one is not offered here: two answers new chats")
+
+
+async def test_an_endpoint_shows_its_models_and_things_to_try(open_chat: Open, endpoint: FakeEndpoint) -> None:
+    endpoint.models = ["big", "coder", "draft", "eye", "fast"]
+    async with open_chat(defaults=ChatDefaults(model="big")) as chat:
+        await chat.ready()
+        await chat.sees(f"big · answers from {endpoint.address}", "also there: coder, draft, eye and 1 more")
+        await chat.sees("What you write is sent there.", *QUESTIONS, "/attach")
+        assert "/pull" not in chat.text, "nothing can be pulled there"
+        await chat.press("down", "enter")
+        await chat.until(lambda: len(chat.turns) == 2, "the question and its answer")
+        await chat.answered()
+        assert chat.turns[0] == ("user", QUESTIONS[0])
+        assert QUESTIONS[1] not in chat.text
 
 
 @pytest.mark.usefixtures("far")

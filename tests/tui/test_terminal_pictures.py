@@ -42,6 +42,7 @@ __all__ = ["folder"]
 
 SIXEL = "\x1b[6;20;10t\x1b[4;800;1000t\x1b[?1;0;256S\x1b[?62;4;22c"
 SIXELS = re.compile(r'\x1bP0;1;0q"1;1;(\d+);(\d+)([^\x1b]*)\x1b\\')
+XTERM = "\x1b[?1;0;1024S\x1b[?63;1;2;4;6;9;15;16;22;28c"  # by default it tells no size
 KITTY = "\x1bP>|kitty(0.35.2)\x1b\\"
 CELL = "\U0010eeee"
 COMMAND = re.compile(r"\x1b_G([^;\x1b]*)(?:;([^\x1b]*))?\x1b\\")
@@ -160,12 +161,14 @@ async def test_an_unknown_terminal_gets_half_blocks(open_chat: Open, folder: Pat
         assert CELL not in chat.text
 
 
-@pytest.mark.parametrize("answer", [KITTY, SIXEL, ""], ids=["kitty", "sixel", "none"])
+@pytest.mark.parametrize("answer", [KITTY, SIXEL, XTERM, ""], ids=["kitty", "sixel", "xterm", "none"])
 async def test_a_real_terminal_is_asked_once(endpoint: FakeEndpoint, folder: Path, tmp_path: Path, answer: str) -> None:
     """The answer comes while something is typed, and none of it gets into the prompt."""
     endpoint.seeing = ["starter"]
     leader, follower = pty.openpty()
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    fcntl.ioctl(
+        follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, *((1000, 800) if answer == XTERM else (0, 0)))
+    )
     environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
     for name in (
         "NO_COLOR",
@@ -194,7 +197,7 @@ async def test_a_real_terminal_is_asked_once(endpoint: FakeEndpoint, folder: Pat
             os.write(leader, b"/attach cat" + answer.encode() + b".png\r")
             await asyncio.to_thread(read_until, "256 tokens")
             os.write(leader, b"What is it?\r")
-            await asyncio.to_thread(read_until, {KITTY: CELL, SIXEL: "\x1bP0;1;0q", "": HALF}[answer])
+            await asyncio.to_thread(read_until, {KITTY: CELL, "": HALF}.get(answer, "\x1bP0;1;0q"))
         finally:
             process.kill()
             process.wait()

@@ -333,6 +333,14 @@ KEY_GROUPS: tuple[Group, ...] = (
     ("In the list of chats", SIDEBAR_KEYS),
 )
 
+PLACES = {  # the ids of widgets, and the group that comes first where one of them has the focus
+    "transcript": "On a message",
+    "files": "On attached files (Shift+Tab)",
+    "state": "On what is set, below the title (Shift+Tab)",
+    "inspector": "In the inspector",
+    "sidebar": "In the list of chats",
+}
+
 HELP_NOTES = (
     "To select with the mouse in the terminal itself, hold Shift (Option in a Mac's Terminal).",
     "Copying uses OSC 52, which works over SSH; tmux needs `set -g set-clipboard on`, or `allow-passthrough on`.",
@@ -367,6 +375,9 @@ class HelpScreen(ModalScreen[None]):
         self._groups = KEY_GROUPS if groups is None else groups
 
     def compose(self) -> ComposeResult:
+        focused = self.app.screen_stack[0].focused
+        places = [PLACES.get(node.id or "") for node in focused.ancestors_with_self] if focused is not None else []
+        self._groups = sorted(self._groups, key=lambda group: group[0] not in places)
         with Vertical() as box:
             box.border_title = "Keys and commands"
             box.border_subtitle = footer([Hint("Esc", "closes", "screen.dismiss(None)")], "; a click runs a command")

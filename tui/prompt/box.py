@@ -154,6 +154,7 @@ class Prompt(TextArea):
         self.ran = History()  # commands for the shell
         self.is_shell = False  # the text is a command: each character of it came by a key since `!` or /shell
         self._is_typing = False  # a key writes
+        self.begins_picking: Callable[[], bool] = bool  # whether the cursor is behind an @word that no list shows yet
         self._blinking: Timer | None = None  # until the cursor stands still
         self.offering = False  # Down moves into the list above while there is no text
         self.offers_command = False  # Tab runs it while there is no text
@@ -212,7 +213,7 @@ class Prompt(TextArea):
             self._is_typing = False
 
     async def _take_key(self, event: events.Key) -> None:
-        if event.key == "enter" and self.picking:
+        if event.key == "enter" and (self.picking or (not self.is_shell and self.begins_picking())):
             self._consume(event)
             self.post_message(self.Taken())
         elif event.key == "enter":

@@ -42,6 +42,7 @@ class FilePicker:
         """Take note of a change of the text; return whether the list shows files."""
         place, word = self._word()
         if place is None or place == self._left:
+            self._pending = None
             if place is None:
                 self._left = None
             was_picking, self._files = self._prompt.picking, None
@@ -99,7 +100,11 @@ class FilePicker:
         """No file fits: the word is a word."""
         self.leave()
         if sends:
-            self._prompt.call_later(self._prompt.action_send)  # an event that the pane sends stops at the pane
+            self._prompt.call_later(self._send)  # an event that the pane sends stops at the pane
+
+    def _send(self) -> None:
+        if self._prompt.text:  # it may be sent already: the files alone are no message
+            self._prompt.action_send()
 
     async def _list(self, files: FileList, word: str) -> None:
         suggestions = await in_daemon_thread(lambda: files.matches(word))

@@ -27,17 +27,26 @@ SMALL_BYTES = 1_500_000_000
 HOW = "Down and Enter ask it"
 PULL = f"/pull {FIRST_CHAT}"
 MAX_QUESTION = 200  # characters
+MAX_NAMED = 3  # models
 
 
 def offers(
-    session: Session, model: str, listed: Sequence[str] = (), *, is_first: bool = False, better: str = ""
+    session: Session,
+    model: str,
+    listed: Sequence[str] = (),
+    *,
+    is_first: bool = False,
+    better: str = "",
+    is_remote: bool = False,
 ) -> list[Suggestion]:
     """Return the suggestions for an empty prompt.
 
     `listed` are the models that are here. `is_first`: there was no chat before this one. `better` is the model that
-    suits this machine.
+    suits this machine. `is_remote`: the models are an endpoint's: none is pulled there, and a starter has no guide.
     """
     messages = session.tree.path()
+    if is_remote and (messages or not is_first or model in ("", STARTER)):
+        return []
     if model != STARTER:
         return _about_edgelm(messages) if messages else _first(listed, better) if is_first else []
     if not messages:
@@ -60,11 +69,19 @@ def _first(listed: Sequence[str], better: str) -> list[Suggestion]:
     return [*things, _pull(better, "fits here: Tab gets it")] if better and better not in listed else things
 
 
-def about_model(model: str, entry: ModelEntry | None, endpoint: str | None) -> list[str]:
-    """Return lines about the model that answers, and where it runs, for a chat without messages."""
+def about_model(model: str, entry: ModelEntry | None, endpoint: str | None, others: Sequence[str] = ()) -> list[str]:
+    """Return lines about the model that answers, and where it runs, for a chat without messages.
+
+    `others` are the other models of the endpoint.
+    """
     endpoint = (entry.remote if entry is not None else "") or endpoint
     if endpoint is not None:
-        return [" · ".join(filter(None, (short_name(model), f"answers from {endpoint}")))]
+        lines = [" · ".join(filter(None, (short_name(model), f"answers from {endpoint}")))]
+        if others:
+            names = ", ".join(short_name(name) for name in others[:MAX_NAMED])
+            more = f" and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
+            lines.append(f"also there: {names}{more}")
+        return [*lines, "What you write is sent there."]
     parts = [short_name(model)]
     if model == STARTER:
         parts.append("answers questions about edgelm")

@@ -6,10 +6,14 @@ line of the screen has a drawing of its own, so that a picture scrolls and is co
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import re
+import struct
+import termios
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from rich.console import Console
 from rich.segment import Segment
@@ -20,9 +24,9 @@ from textual.strip import Strip
 
 from edgelm.base.workers.pictures import DrawnPicture, draw_sixels
 
-CELL_QUESTION = "\x1b[16t\x1b[14t"  # XTWINOPS: the pixels of a cell, and of the whole screen
-# XTSMGRAPHICS: how many colours. DA1 is last, for every terminal answers it.
-QUESTION = f"{CELL_QUESTION}\x1b[?1;1;0S\x1b[c"
+# XTWINOPS: the pixels of a cell, and of the whole screen. DA1 is last, for every terminal answers it.
+CELL_QUESTION = "\x1b[16t\x1b[14t\x1b[c"
+QUESTION = f"\x1b[?1;1;0S{CELL_QUESTION}"  # XTSMGRAPHICS: how many colours
 MAX_KEPT_BYTES = 16 * 2**20
 _SIZE = re.compile(r"\x1b\[([46]);(\d+);(\d+)t")
 _COLORS = re.compile(r"\x1b\[\?1;0;(\d+)S")
@@ -30,6 +34,17 @@ _ATTRIBUTES = re.compile(r"\x1b\[\?[\d;]+c")
 _MULTIPLEXER = re.compile(r"\x1bP>\|(?:tmux|screen)", re.IGNORECASE)  # keeps fewer drawings than a picture has lines
 _POSSIBLE = range(4, 101)  # pixels of a cell
 MAX_COLORS = 256
+
+
+def known_size() -> str:
+    """Return what the kernel knows of the terminal's pixels, as its own answer is; empty: nothing.
+
+    xterm tells them only there, unless its settings allow more.
+    """
+    size = (0, 0, 0, 0)
+    with suppress(OSError):
+        size = struct.unpack("4H", fcntl.ioctl(0, termios.TIOCGWINSZ, bytes(8)))
+    return f"\x1b[4;{size[3]};{size[2]}t" if size[2] and size[3] else ""
 
 
 class SixelPictures:
