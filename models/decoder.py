@@ -402,7 +402,7 @@ class Decoder:
         x, ops = self._normed(stream, self.dtype), self.implementation
         inner = self._inner(layer.shared, stream._replace(x=x))
         gate = matmul(x, layer.gate, out_dtype=torch.float32, implementation=ops)  # [tokens, 1]
-        parts = inner.unflatten(1, (-1, math.gcd(inner.shape[1], GATED_NUMBERS)))
+        parts = inner.view(inner.shape[0], -1, math.gcd(inner.shape[1], GATED_NUMBERS))
         inner = gate_heads(parts, gate.unsqueeze(2), out_dtype=self.dtype, implementation=ops).flatten(1)
         residual = self._linear(inner, layer.shared.down, residual=stream.residual)
         return Stream(mixture(x, layer.experts, self.config.gate, residual, ops), next_norm.norm)

@@ -416,6 +416,13 @@ MUTATIONS = [
         f"{OF_MATMUL}::test_a_product_and_the_norm_of_its_rows",
     ),
     Mutation(
+        "kernels/head_gate/kernel.py",
+        "each row has the gate of the first one",
+        "gate_ptr + row * gate_row)",
+        "gate_ptr)",
+        f"{OF_DELTA} -kone_gate",
+    ),
+    Mutation(
         "models/decoder.py",
         "the norm behind experts is taken to be done",
         "isinstance(layer.feed, FeedForward)), behind)",

@@ -16,7 +16,14 @@ from edgelm.models.families import FAMILIES
 from tests.counts import Count
 from tests.models.tiny_models import MODELS, SIZES
 
-OUTER = {"gemma3", "mistral3", "gemma4", "gemma4_unified", "qwen3_5"}  # of models whose decoder has a type of its own
+OUTER = {
+    "gemma3",
+    "mistral3",
+    "gemma4",
+    "gemma4_unified",
+    "qwen3_5",
+    "qwen3_5_moe",
+}  # of models whose decoder has a type of its own
 TYPES = sorted({model_type for family in FAMILIES for model_type in family.folder} - OUTER)
 GGUF = {
     "general.architecture": "llama",

@@ -148,6 +148,7 @@ def test_the_table_has_no_family_that_is_not_compared() -> None:
     assert set(DEFAULTS) - {"bert", *OUTER} <= set(TYPES)
     assert DEFAULTS["gemma3"] == DEFAULTS["gemma3_text"]
     assert DEFAULTS["qwen3_5"] == DEFAULTS["qwen3_5_text"]
+    assert DEFAULTS["qwen3_5_moe"] == DEFAULTS["qwen3_5_moe_text"]
     assert DEFAULTS["mistral3"] == DEFAULTS["mistral"]
     assert DEFAULTS["gemma4"] == DEFAULTS["gemma4_text"]
     assert DEFAULTS["gemma4_unified"] == DEFAULTS["gemma4_unified_text"]

@@ -138,6 +138,17 @@ def test_family(name: str, files: Any) -> None:
     assert relative_error(got, llama_logits(files(name), ids)) < (GELU if name.startswith("gemma") else F32)
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_greedy_text(name: str, files: Any) -> None:
+    """64 tokens, one after the other, are those that llama.cpp finds the most likely."""
+    session, ids = Session(decoder_of(files(name), context=LLAMA_CONTEXT)), text(8, 12)
+    row = session.run({0: ids})[0][-1]
+    for _ in range(64):
+        ids.append(int(row.argmax()))
+        row = session.run({0: ids[-1:]})[0][-1]
+    assert ids[8:] == llama_logits(files(name), ids)[7:-1].argmax(-1).tolist()
+
+
 def test_longrope_of_a_long_context(files: Any) -> None:
     ids = text(LENGTH, 5)  # the factors depend on the context, not on the prompt
     got = Session(decoder_of(files("phi3"), context=2 * LLAMA_CONTEXT)).run({0: ids})[0]

@@ -132,9 +132,14 @@ def dense(layer: Layer) -> Layer:
     else:
         mixer = replace(mixer, inputs=_dense_all(mixer.inputs), out=_dense(mixer.out))
     assert not isinstance(feed, DenseAndExperts), "int4_plan refuses these"
-    if isinstance(feed, SharedAndExperts):
-        return Layer(mixer, replace(feed, shared=_dense_feed(feed.shared), experts=_dense_feed(feed.experts)))
-    return Layer(mixer, _dense_feed(feed))
+    plain: Feed
+    if isinstance(feed, FeedForward):
+        plain = _dense_feed(feed)
+    elif isinstance(feed, SharedAndExperts):
+        plain = replace(feed, shared=_dense_feed(feed.shared), experts=_dense_feed(feed.experts))
+    else:
+        plain = _dense_feed(feed)
+    return Layer(mixer, plain)
 
 
 def _dense_feed(feed: F) -> F:

@@ -32,7 +32,8 @@ class NativeQuantizer:
     def matrices(self, source: GGUF) -> Collection[str]:
         """Return the names of the tensors that a quantization changes."""
         planned = plan(source, PROBE, None, self._options)
-        return {tensor.name for tensor in planned if tensor.asked or tensor.type == "Q8_0"}
+        quantized = (tensor.name for tensor in planned if tensor.asked or tensor.type == "Q8_0")
+        return {name for name in quantized if len(source.tensors[name].shape) > 1}
 
     def write(self, source: GGUF, destination: Path, recipe: Recipe, importance: Importance | None) -> object:
         """Write a file by a recipe. Raises EdgeLMError."""

@@ -24,6 +24,7 @@ from edgelm.making.quantization.recipe import Recipe
 from edgelm.making.quantization.rounding import rounded
 from edgelm.making.quantization.scratch import scratch_copy
 from edgelm.making.quantization.sensitivity import Importance
+from tests.odd_models import write_odd
 from tests.tiny import write_tiny
 
 TEXT = "Once upon a time there was a little girl. She said hello to the big dog and her friend. " * 20
@@ -92,6 +93,15 @@ def test_llama_cpp_writes_the_file_of_the_report(tmp_path: Path, shape: dict[str
     assert {name: types[name] for name in recipe.tensor_types} == recipe.tensor_types
     assert report.measured >= 0
     assert not list((tmp_path / "scratch").iterdir())
+
+
+def test_a_mixture_of_delta_nets_is_searched_without_its_vectors(tmp_path: Path) -> None:
+    """Gates of Qwen 3.5's shared experts have one dimension, and here a quantized type: no file type changes them."""
+    with open_gguf(write_odd(tmp_path / "model.gguf", "qwen35moe")) as gguf:
+        names = NativeQuantizer(threads=1).matrices(gguf)
+        assert {"blk.0.ffn_gate_shexp.weight", "blk.0.ffn_down_exps.weight", "blk.0.attn_qkv.weight"} <= set(names)
+        assert "blk.0.ffn_gate_inp_shexp.weight" not in names
+        assert all(len(gguf.tensors[name].shape) > 1 for name in names)
 
 
 def test_groups_of_layers_share_a_type(tmp_path: Path) -> None:
