@@ -459,7 +459,6 @@ class Decoder:
         lengths: Lengths | None = None,
         gate: Gate | None = None,
         residual: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         return matmul(
             x,
@@ -468,6 +467,6 @@ class Decoder:
             residual=residual,
             gate=gate,
             lengths=lengths,
-            out_dtype=out_dtype or (torch.float32 if residual is not None else self.dtype),
+            out_dtype=torch.float32 if residual is not None else self.dtype,
             implementation=self.implementation,
         )

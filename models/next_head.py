@@ -1,8 +1,8 @@
 """NextHead: one layer behind a model's last one, which predicts the token after the next one.
 
-Owns what enters that layer: the embedding of a token and the model's hidden state of the position before it (Gloeckle et
-al., arXiv 2404.19737; DeepSeek-V3, arXiv 2412.19437, section 2.2). Embedding and output are those of the model, unless
-its files have others. Knows nothing of drafts.
+Owns what enters that layer: the embedding of a token and the model's hidden state of the position before it
+(DeepSeek-V3, arXiv 2412.19437, section 2.2). Embedding and output are those of the model, unless its files have others.
+Knows nothing of drafts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from edgelm.kernels.cache import LayerCache
 from edgelm.kernels.embedding import embedding
-from edgelm.kernels.matmul import Norm
+from edgelm.kernels.matmul import Norm, matmul
 from edgelm.kernels.norm import rms_norm
 from edgelm.models.config import ModelConfig
 from edgelm.models.decoder import Batch, Decoder, Linear, Weights
@@ -77,6 +77,7 @@ class NextHead(Decoder):
             rms_norm(side.float(), norm.weight, norm.eps, out_dtype=self.dtype, implementation=self.implementation)
             for side, norm in ((joined, self._entrance.embedding_norm), (hidden, self._entrance.hidden_norm))
         ]
-        linear = self._entrance.joint
-        residual = self._linear(torch.cat(sides, 1), linear, out_dtype=torch.float32)
+        joint = self._entrance.joint
+        x = torch.cat(sides, 1)
+        residual = matmul(x, joint.weight, bias=joint.bias, out_dtype=torch.float32, implementation=self.implementation)
         return self._normed(self._through(residual, batch, caches), self.dtype)

@@ -140,7 +140,9 @@ class _Loader:
         """Load the head whose layer has this number. It shares what its files do not have with the decoder."""
         shared = zip(decoder.config.layers, decoder.weights.layers, strict=True)
         mixers = [(layer.rope, own.attention) for layer, own in shared]
-        self._ropes |= {rope: mixer.rope for rope, mixer in mixers if rope and isinstance(mixer, Attention) and mixer.rope}
+        self._ropes |= {
+            rope: mixer.rope for rope, mixer in mixers if rope and isinstance(mixer, Attention) and mixer.rope
+        }
         hidden_size, weights = self._config.hidden_size, decoder.weights
         entrance = Entrance(
             self.norm(names.embedding_norm, i),
