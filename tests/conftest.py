@@ -13,6 +13,7 @@ import pytest
 from filelock import FileLock
 
 from tests.counts import choose_counts
+from tests.interpreter import quicken_interpreter
 from tests.order import place_of_file
 
 # The real check of llama.cpp.
@@ -43,6 +44,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # A busy machine is not a failure. New inputs in each run; a failing one prints how to repeat it.
     hypothesis.settings.register_profile("edgelm", deadline=None, print_blob=True)
     hypothesis.settings.load_profile("edgelm")
+
+
+def pytest_collection_finish() -> None:
+    if "triton.runtime.interpreter" in sys.modules:
+        quicken_interpreter()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
