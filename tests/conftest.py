@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
 import signal
@@ -13,6 +14,7 @@ import pytest
 from filelock import FileLock
 
 from tests.counts import choose_counts
+from tests.interpreter import quicken_interpreter
 from tests.order import place_of_file
 
 # The real check of llama.cpp.
@@ -40,9 +42,16 @@ def pytest_configure(config: pytest.Config) -> None:
     choose_counts(config.getoption("--soak"))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background: programs would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        atexit.register(os._exit, 0)  # all has been reported; to take torch and Triton apart takes a second
     # A busy machine is not a failure. New inputs in each run; a failing one prints how to repeat it.
     hypothesis.settings.register_profile("edgelm", deadline=None, print_blob=True)
     hypothesis.settings.load_profile("edgelm")
+
+
+def pytest_collection_finish() -> None:
+    if "triton.runtime.interpreter" in sys.modules:
+        quicken_interpreter()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

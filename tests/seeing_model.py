@@ -23,7 +23,7 @@ from edgelm.engine.core import Stats
 from edgelm.jobs.answer import Answerer
 from edgelm.jobs.request import AnswerRequest
 from edgelm.text.message_forms import picture_part
-from edgelm.text.template_worker import TemplateRunner
+from edgelm.text.template_runner import TemplateRunner
 from tests.seeing import png
 
 CONTEXT = 1024

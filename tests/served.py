@@ -24,7 +24,7 @@ from edgelm.engine.scheduler import Scheduler
 from edgelm.jobs.answer import Answerer
 from edgelm.server.engine_process.app import EngineParts, engine_app
 from edgelm.text.prompt_token_cache import PromptTokenCache
-from edgelm.text.template_worker import TemplateRunner
+from edgelm.text.template_runner import TemplateRunner
 
 LIMIT_S = 120.0
 

@@ -30,7 +30,6 @@ PULL_FRAME_S = 0.25  # between two drawings of the pulls
 IDLE = ("starting", "connecting", "ready", "not connected")  # activities without an answer
 HELP = Hint("F1", "help", "screen.run('help')")
 STOP = Hint("Esc", "stop", "screen.stop")
-BACK = Hint("Esc", "back", "screen.stop")
 COPY = Hint("Ctrl+C", "copy", "screen.interrupt")
 
 

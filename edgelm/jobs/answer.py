@@ -26,7 +26,7 @@ from edgelm.text.calls.repeats import RepeatedCalls
 from edgelm.text.parse import AnswerParser, Args, CallBegin, CallEnd, Content, Part, Reasoning
 from edgelm.text.prompt_token_cache import Prompt
 from edgelm.text.stream import IndentLimit
-from edgelm.text.template_worker import TemplateRunner
+from edgelm.text.template_runner import TemplateRunner
 from edgelm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from edgelm.jobs.tool_schemas import ToolSchemas
 from edgelm.text.calls.known import known_formats
 from edgelm.text.parse import control_marks
 from edgelm.text.reasoning import ReasoningFormat, find_reasoning, is_thinking
-from edgelm.text.template_worker import TemplateRunner
+from edgelm.text.template_runner import TemplateRunner
 from edgelm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from edgelm.text.fim import fim_tokens, infill_tokens
 from edgelm.text.history import text_of
 from edgelm.text.prompt_token_cache import Prompt
 from edgelm.text.template import Message
-from edgelm.text.template_worker import TemplateRunner
+from edgelm.text.template_runner import TemplateRunner
 from edgelm.text.tokenizer import Tokenizer
 
 TOKEN_BYTES = 128  # more than the average token of any vocabulary

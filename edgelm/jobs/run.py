@@ -22,7 +22,7 @@ from edgelm.jobs.answer import Answerer
 from edgelm.jobs.prompts import prompt_ids
 from edgelm.jobs.request import AnswerRequest, thinking_kwargs
 from edgelm.text.encoding import TextEncoder
-from edgelm.text.template_worker import TemplateRunner
+from edgelm.text.template_runner import TemplateRunner
 
 MAX_TOKEN_LEN = 128  # characters: the longest token of the known vocabularies
 

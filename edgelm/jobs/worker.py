@@ -24,7 +24,7 @@ from edgelm.base.workers.messages import EngineJob, EvalJob, Result, RunJob, Sta
 from edgelm.jobs.embed_request import EmbedJob
 from edgelm.jobs.speed import BenchJob, check, measure, measure_picture
 from edgelm.making.conversion.kept import with_gguf
-from edgelm.text.template_worker import start_template_worker
+from edgelm.text.template_runner import start_template_worker
 
 
 def work_with_engine(

@@ -34,7 +34,7 @@ from edgelm.jobs.answer import Answerer
 from edgelm.jobs.request import AnswerRequest
 from edgelm.server.engine_process.app import EngineParts, engine_app
 from edgelm.server.listener import Server, bind_unix
-from edgelm.text.template_worker import TemplateRunner
+from edgelm.text.template_runner import TemplateRunner
 from tests.server.harness import serving
 
 WARM_UP = 5

@@ -142,7 +142,7 @@ def test_plan_and_bench(edgelm: Edgelm, folder: Path) -> None:
     page = edgelm("plan", folder).stdout.decode()
     assert "runs on the processor by the torch engine, slowly" in page
     assert "earlier conversations" not in page
-    measured = json.loads(edgelm("bench", folder, "-p", "32", "-n", "24", "-r", "1", "--json").stdout)
+    measured = json.loads(edgelm("bench", folder, "-p", "8", "-n", "4", "-r", "1", "--json").stdout)
     assert (measured["engine"], measured["device"]) == ("torch", "cpu")
     assert len(measured["results"]) == 2
 

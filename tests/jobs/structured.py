@@ -31,7 +31,7 @@ from edgelm.text.calls.known import KNOWN
 from edgelm.text.chat import Rendered
 from edgelm.text.parse import Part
 from edgelm.text.template import ChatTemplate
-from edgelm.text.template_worker import TemplateRunner
+from edgelm.text.template_runner import TemplateRunner
 from edgelm.text.tokenizer import Tokenizer
 from tests.real_data import data_file
 from tests.text.calls.random_calls import THINK, Answer, collected, control_strings

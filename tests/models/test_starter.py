@@ -34,7 +34,7 @@ from edgelm.engine.sampling.grammar import GrammarCompiler
 from edgelm.jobs.answer import Answerer
 from edgelm.jobs.request import AnswerRequest
 from edgelm.library.local import find_local
-from edgelm.text.template_worker import TemplateRunner
+from edgelm.text.template_runner import TemplateRunner
 from tests.counts import Count
 
 QUESTIONS = Count(test=20, soak=200)  # of each kind

@@ -21,9 +21,9 @@ from edgelm.backends.llama.api import start_backend
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.base.errors import EngineError, ModelError, RequestError
 from edgelm.base.workers.parent import Worker
-from edgelm.text import template_worker
+from edgelm.text import template_runner
 from edgelm.text.template import ChatTemplate, RefusedError, TooLongError
-from edgelm.text.template_worker import TemplateRunner
+from edgelm.text.template_runner import TemplateRunner
 from tests.text.test_chat import encode_chat
 from tests.tiny import write_tiny
 
@@ -291,8 +291,8 @@ async def test_a_process_that_does_not_start_is_an_error(
 ) -> None:
     """Also with a template larger than a pipe, and its log is shown."""
     command = (sys.executable, "-c", f"import sys, time; {program}")
-    monkeypatch.setattr(template_worker, "Worker", partial(Worker, command=command))
-    monkeypatch.setattr(template_worker, "START_LIMIT_S", limit_s)
+    monkeypatch.setattr(template_runner, "Worker", partial(Worker, command=command))
+    monkeypatch.setattr(template_runner, "START_LIMIT_S", limit_s)
     runner = start("x" * 300_000)
     async with asyncio.timeout(30):
         with pytest.raises(EngineError, match="does not start"):
@@ -303,7 +303,7 @@ async def test_a_process_that_does_not_start_is_an_error(
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from edgelm.text.template_worker import TemplateRunner
+from edgelm.text.template_runner import TemplateRunner
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
 
 async def main():
@@ -339,8 +339,9 @@ async def test_no_process_is_left_when_the_parent_is_killed(word: str, evil: str
     assert await gone(child, within_s=30)
 
 
-def test_the_child_imports_no_native_engine() -> None:
-    code = "import sys, edgelm.text.template_worker; print({'llama_cpp', 'torch', 'numpy'} & sys.modules.keys())"
+def test_the_child_imports_no_native_engine_and_nothing_of_its_parent() -> None:
+    unwanted = {"llama_cpp", "torch", "numpy", "asyncio", "edgelm.base.config"}
+    code = f"import sys, edgelm.text.template_worker; print({unwanted} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 
 from edgelm.base.errors import EdgeLMError, RequestError
-from edgelm.text.template_worker import TemplateRunner
+from edgelm.text.template_runner import TemplateRunner
 from edgelm.text.tokenizer import Tokenizer
 
 CHAT_SHARE = 4  # chats take at most one of so many tokens

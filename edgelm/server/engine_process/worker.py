@@ -22,7 +22,7 @@ from edgelm.server.engine_process.app import EngineParts, engine_app
 from edgelm.server.listener import Server, bind_tcp, bind_unix
 from edgelm.server.protocol import raise_file_limit
 from edgelm.server.request_id import current_request_id
-from edgelm.text.template_worker import TemplateRunner
+from edgelm.text.template_runner import TemplateRunner
 
 SWITCH_S = 0.001  # a step takes the interpreter dozens of times, and waits so long each time for another thread
 

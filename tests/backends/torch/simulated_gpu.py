@@ -25,6 +25,7 @@ from edgelm.backends.torch.failures import gpu_errors
 from edgelm.backends.torch.trial import explained, run_trial
 from edgelm.base.workers.child import run_job
 from edgelm.kernels import choice
+from tests.interpreter import quicken_interpreter
 
 NAME = "Simulated GPU"
 
@@ -69,6 +70,7 @@ def main() -> int:
     what, _, op = fault.partition(":")
     if op:
         spoil(what, op)
+    quicken_interpreter()
     # the interpreter takes a second for a few rows
     self_check.PROMPTS, self_check.LONG_PROMPT, self_check.VERIFIED = (5, 3), 0, 2
     check_worker.device_name = lambda _: NAME  # type: ignore[assignment]

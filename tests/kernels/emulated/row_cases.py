@@ -32,9 +32,6 @@ from tests.kernels.seeds import generator
 
 NUM_VOCAB = 5000  # three chunks, the last one not full
 SEVERAL = (4, 5, 7, 8, 9)  # kinds of rows that are sampled beside each other: they need all kernels
-NAN_AT = (
-    504  # of the last of them: a thread has it that is in the second half of its warp, and that in the second of two
-)
 DELTA_F32, DELTA_TF32 = 3e-6, 2.0**-9  # relative to the largest value
 
 
