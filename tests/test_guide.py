@@ -306,6 +306,14 @@ def test_the_readme_links_to_the_pages_and_every_link_leads_somewhere() -> None:
             assert os.path.exists(path.parent / target), (path.name, target)  # noqa: PTH110
 
 
+def test_every_measured_result_is_cited() -> None:
+    places = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "guide").glob("*.md")]
+    places += [ROOT / "packaging" / "README.md", ROOT / "tests" / "order.py"]
+    text = "".join(path.read_text(encoding="utf-8") for path in places)
+    for path in (ROOT / "docs" / "results").iterdir():
+        assert path.name in text, f"{path.name} is cited nowhere: cite it, or remove it with what is newer"
+
+
 @pytest.mark.parametrize(
     ("words", "title"),
     [
