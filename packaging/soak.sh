@@ -4,7 +4,6 @@
 #     packaging/soak.sh [PART ...]           (a name below, or a path of tests; without: all but `emulated`)
 #     packaging/soak.sh list                 (the parts, and what pytest gets for each)
 #     packaging/soak.sh vulkan [FOLDER]      (of `make dist VULKAN=1`; without it, npm's build of llama.cpp)
-#     packaging/soak.sh triton [VERSION ...] (machine code and emulated results by releases that pip installs with torch)
 #
 # build/soak/ has the whole output of each part and a record of every run; docs/results/soak-DATE.txt is all records, so a
 # part that is repeated, or run tomorrow, is added to the others. JOBS=2 runs two processes where no test waits on a clock.
@@ -16,19 +15,7 @@ if [ "${1:-}" = vulkan ]; then  # llama.cpp's GPU side on a software device; dow
     exec .venv/bin/python packaging/vulkan_check.py ${2:+--wheels "$2"} --out "docs/results/vulkan-lavapipe-$(date -u +%Y-%m-%d).txt"
 fi
 
-if [ "${1:-}" = triton ]; then  # the tests have the one of .venv; downloads 190 MB each
-    shift
-    for version in "${@:-3.7.1}"; do
-        .venv/bin/python -m pip install --quiet --no-deps --upgrade --target "build/triton-$version" "triton==$version"
-        for check in sass emulated.run; do
-            PYTHONPATH="build/triton-$version" .venv/bin/python -m "tests.kernels.$check" --main \
-                > "build/triton-$version/$check.txt" || { echo "Triton $version: faults in build/triton-$version/$check.txt"; failed=1; }
-        done
-    done
-    exit "${failed:-0}"
-fi
-
-PARTS="engine mutations checkpoints sampling text chats library jobs models conversion backends kernels others server commands tui"
+PARTS="engine mutations checkpoints sampling text chats library jobs models conversion backends kernels triton others server commands tui"
 LONG=emulated  # hours: only where it is named
 ONE_PROCESS=" server commands tui "  # they wait for processes, sockets and screens
 TIMEFORMAT='%R %U %S'
@@ -39,7 +26,8 @@ paths() {  # of a part; `others` is every test that no other part has
         sampling) echo tests/engine/sampling ;;
         jobs) echo tests/jobs tests/evaluation ;;
         conversion) echo tests/making ;;
-        kernels) echo tests/kernels --ignore=tests/kernels/emulated ;;
+        kernels) echo tests/kernels --ignore=tests/kernels/emulated --ignore=tests/kernels/test_triton_releases.py ;;
+        triton) echo tests/kernels/test_triton_releases.py ;;
         emulated) echo tests/kernels/emulated ;;
         others)
             echo tests

@@ -31,6 +31,7 @@ LONG_FILES = (
     "tests/kernels/emulated/test_cases.py",
     "tests/kernels/emulated/test_models.py",
     "tests/kernels/test_sass.py",
+    "tests/kernels/test_triton_releases.py",
     "tests/backends/torch/test_warm_up.py",
     "tests/backends/torch/test_fake_gpu.py",
     "tests/backends/torch/test_self_check.py",

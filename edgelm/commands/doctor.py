@@ -345,7 +345,8 @@ def _gpu(places: Places, engines: Engines) -> Finding:
     if not state.problem:
         return Finding("GPU", "ok", f"our own kernels run on {_in_use(state)}; {tuning(places, state.name)}")
     if not gpu and not state.name:
-        return Finding("GPU", "ok", f"{state.problem}; models run on the processor")
+        where = "by llama.cpp on its GPU" if engines.has_llama_gpu else "on the processor"
+        return Finding("GPU", "ok", f"{state.problem}; models run {where}")
     reason, hint = (gpu.problem, gpu.hint) if gpu and gpu.problem else (state.problem, state.hint)
     if gpu and not gpu.ours:
         hint = "" if engines.has_llama_gpu else gpu_backend_command(find_build(), gpu.backend)

@@ -85,6 +85,16 @@ def test_a_gpu_says_whether_kernels_are_tuned_for_it(places: Path, monkeypatch: 
     )
 
 
+@pytest.mark.parametrize(("has_llama_gpu", "where"), [(False, "on the processor"), (True, "by llama.cpp on its GPU")])
+def test_without_a_card_of_nvidia_it_says_where_models_run(
+    places: Path, monkeypatch: pytest.MonkeyPatch, has_llama_gpu: bool, where: str
+) -> None:
+    monkeypatch.setattr(doctor, "standing_gpu", lambda: None)
+    monkeypatch.setattr(doctor, "ask_cuda", lambda: CudaState("no NVIDIA GPU was found"))
+    found = doctor._gpu(Places({}), Engines(has_llama_gpu=has_llama_gpu))
+    assert found.text == f"no NVIDIA GPU was found; models run {where}"
+
+
 def test_of_two_gpus_it_names_the_one_that_our_kernels_run_on(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "ask_cuda", lambda: CudaState("", "", "RTX 3060", 11 * 2**30, 12 * 2**30))
     gpus = [Gpu("RTX 4090", 24 * 2**30, 4 * 2**30, "580.65"), Gpu("RTX 3060", 12 * 2**30, 11 * 2**30, "580.65")]

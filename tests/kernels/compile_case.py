@@ -35,6 +35,8 @@ class CompileCase(NamedTuple):
     spills_on: Mapping[int, int] = MappingProxyType({})  # the same where it depends on the compute capability
     loop_spills: int | None = None  # of these, in the main loop; None: all
     wide_loads: bool = True  # the main loop reads its weights, or its keys and values, 16 bytes at a time
+    differs_on: tuple[int, ...] = ()  # targets for which releases of Triton make code that differs in quality
+    own_warps: bool = False  # in the loop that runs longest, no warp needs what another one has
     main: bool = True  # may be one of the few cases that every test run compiles; False: with --soak only
 
 

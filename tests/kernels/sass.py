@@ -1,6 +1,7 @@
 """The machine code of the kernels, read without a GPU: registers, spills, and the instructions of the main loop.
 
 As a program it prints the table of all cases: python -m tests.kernels.sass [--modules MODULE...] [--targets SM...]
+With another release of Triton: the same with PYTHONPATH=build/triton-VERSION, which `make triton` fills.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 TARGETS = (80, 86, 89, 90, 120)
+DOTS = "[HIQ]G?MMA"  # tensor-core instructions
 REGISTERS = 65_536  # of a multiprocessor, on all architectures
 MOST_LIMITED = 90  # this GPU has the fewest instructions for each byte that it reads: budgets hold here
 OTHERS = tuple(target for target in TARGETS if target != MOST_LIMITED)
 REPOSITORY = Path(__file__).resolve().parents[2]
+Only = Literal["", "main", "differing"]  # which cases: all; a few of each op; those that releases compile differently
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,12 @@ class Figures:
     barriers: int  # in the main loop
     shared_stores: int  # in the main loop
     dots: int  # tensor-core instructions in the main loop
+    steady_barriers: int  # in the loop that runs longest
     loop_weights: int
     num_warps: int
     budget: float | None
     wide_loads: bool
+    own_warps: bool = False
     most_spills: int = 0
     loop_spills: int = 0  # in the main loop
     most_loop_spills: int | None = None
@@ -70,6 +75,8 @@ class Figures:
             faults.append(f"{self.loop_spills} instructions of the main loop spill registers")
         if self.registers * 32 * self.num_warps > REGISTERS:
             faults.append(f"{self.registers} registers for {self.num_warps} warps: it cannot be launched")
+        if self.own_warps and self.steady_barriers:
+            faults.append(f"{self.steady_barriers} barriers in a loop whose warps need nothing of each other")
         if self.loop_weights and not self.instructions:
             faults.append("no main loop")
         if self.loop_weights and self.instructions and self.wide_loads and self.wide_share < 0.5:
@@ -110,20 +117,32 @@ def _code(text: str, instruction: re.Pattern[str], label: re.Pattern[str]) -> Co
 
 
 def main_loop(code: Code) -> list[str]:
-    """Return the longest of the innermost loops: from a label to the last branch back to it."""
+    """Return the longest of the innermost loops."""
+    return max(inner_loops(code), key=len, default=[])
+
+
+def steady_barriers(code: Code) -> int:
+    """Return the barriers of the loop that runs longest: of those with the most products, the one with the fewest.
+
+    Of two loops with the same products, one is for the ends of a context, where some rows do not see all positions.
+    """
+    counted = [(-_count(loop, DOTS), _count(loop, "BAR")) for loop in inner_loops(code)]
+    return min(counted, default=(0, 0))[1]
+
+
+def inner_loops(code: Code) -> list[list[str]]:
+    """Return the innermost loops: from a label to the last branch back to it."""
     loops: dict[int, int] = {}
     for at, instruction in enumerate(code.instructions):
         for label in re.findall(r"[.$]L_\w+", instruction):
             start = code.labels.get(label, at + 1)
             if start < at:
                 loops[start] = at
-    inner = [
-        (start, end)
+    return [
+        code.instructions[start : end + 1]
         for start, end in loops.items()
         if not any(other != (start, end) and start <= other[0] and other[1] <= end for other in loops.items())
     ]
-    longest = max(inner, key=lambda span: span[1] - span[0], default=(0, -1))
-    return code.instructions[longest[0] : longest[1] + 1]
 
 
 def load_widths(loop: Iterable[str]) -> dict[str, int]:
@@ -169,11 +188,13 @@ def figures(case: Any, target: int, folder: Path) -> Figures:
         shuffles=_count(loop, "SHFL"),
         barriers=_count(loop, "BAR"),
         shared_stores=_count(loop, "STS"),
-        dots=_count(loop, "[HIQ]G?MMA"),
+        dots=_count(loop, DOTS),
+        steady_barriers=steady_barriers(sass),
         loop_weights=case.loop_weights,
         num_warps=case.num_warps,
         budget=case.budget,
         wide_loads=case.wide_loads,
+        own_warps=case.own_warps,
         most_spills=case.spills_on.get(target, case.spills),
         loop_spills=_count(loop, "STL|LDL"),
         most_loop_spills=case.loop_spills,
@@ -198,14 +219,21 @@ def _tool(name: str, *arguments: str) -> str:
     return subprocess.run([path, *arguments], check=True, capture_output=True, text=True).stdout
 
 
-def _child(targets: Sequence[int], modules: list[str], main_only: bool) -> None:
+def _child(targets: Sequence[int], modules: list[str], only: Only) -> None:
     """Print the figures of cases for some targets, a line of JSON each."""
     cases = _cases_of(modules)
     with tempfile.TemporaryDirectory() as folder:
         for target in targets:
-            for case in share(cases, target) if main_only else cases:
+            for case in chosen(cases, target, only):
                 sys.stdout.write(json.dumps(asdict(_figures_or_problem(case, target, Path(folder)))) + "\n")
                 sys.stdout.flush()
+
+
+def chosen(cases: Sequence[Any], target: int, only: Only) -> list[Any]:
+    """Return the cases to compile for a target."""
+    if only == "differing":
+        return [case for case in cases if target in case.differs_on]
+    return share(cases, target) if only == "main" else list(cases)
 
 
 def share(cases: Sequence[Any], target: int) -> list[Any]:
@@ -232,9 +260,10 @@ def _figures_or_problem(case: Any, target: int, folder: Path) -> Figures:
         return figures(case, target, folder)
     except Exception as error:  # noqa: BLE001 - whatever the compiler raises, the other cases are still reported
         problem = f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
-        empty = dict.fromkeys(("registers", "stack", "shared", "spills", "instructions", "shuffles", "barriers"), 0)
+        names = "registers stack shared spills instructions shuffles barriers shared_stores dots steady_barriers"
+        empty = dict.fromkeys(names.split(), 0)
         return Figures(
-            case=case.name, target=target, per_weight=None, unrolled=1, loads={}, shared_stores=0, dots=0,
+            case=case.name, target=target, per_weight=None, unrolled=1, loads={},
             loop_weights=case.loop_weights, num_warps=case.num_warps, budget=case.budget, wide_loads=case.wide_loads,
             problem=problem, **empty,
         )  # fmt: skip
@@ -248,23 +277,35 @@ def _cases_of(modules: list[str]) -> list[Any]:
     return [case for module in modules for case in import_module(module).compile_cases()] or compile_cases()
 
 
-def all_figures(targets: Sequence[int], modules: Sequence[str] = (), *, main_only: bool = False) -> list[Figures]:
+def all_figures(
+    targets: Sequence[int], modules: Sequence[str] = (), *, only: Only = "", triton: Path | None = None
+) -> list[Figures]:
     """Compile the cases of `modules`, or of all ops, in a child process without Triton's interpreter.
 
-    With `main_only`, only the cases that `share` returns.
+    `only`: those of `chosen`. `triton` is a folder with another release of it.
     """
     command = [sys.executable, "-m", "tests.kernels.sass", "--child", *map(str, targets), "--modules", *modules]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command += ["--main"] * main_only
+    command += [f"--{only}"] * bool(only)
+    environment = compiling_environment(triton)
     done = subprocess.run(command, check=False, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [Figures(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def figures_of_targets(targets: Sequence[int], modules: Sequence[str] = (), *, main_only: bool) -> list[Figures]:
+def compiling_environment(triton: Path | None = None) -> dict[str, str]:
+    """Return the environment of a child process that compiles kernels, by the Triton of a folder if there is one."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if triton:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(triton), environment.get("PYTHONPATH"))))
+    return environment
+
+
+def figures_of_targets(
+    targets: Sequence[int], modules: Sequence[str] = (), *, only: Only = "", triton: Path | None = None
+) -> list[Figures]:
     """Compile for several targets, in as many processes as there are CPUs."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = [pool.submit(all_figures, [target], modules, main_only=main_only) for target in targets]
+        jobs = [pool.submit(all_figures, [target], modules, only=only, triton=triton) for target in targets]
         return [row for job in jobs for row in job.result()]
 
 
@@ -290,18 +331,26 @@ def table(rows: Sequence[Figures]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.sass", description="Machine code of all kernels.")
     parser.add_argument("--modules", nargs="*", default=[], help="only these modules with compile_cases()")
-    parser.add_argument(
-        "--main", action="store_true", help="only the cases that every test run compiles: a few of each op"
+    few = parser.add_mutually_exclusive_group()
+    few.add_argument(
+        "--main", dest="only", action="store_const", const="main", help="the cases that every test run compiles"
+    )
+    few.add_argument(
+        "--differing",
+        dest="only",
+        action="store_const",
+        const="differing",
+        help="those that it compiles with other releases of Triton, too",
     )
     parser.add_argument("--targets", nargs="*", type=int, default=TARGETS)
     parser.add_argument("--child", nargs="+", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        _child(options.child, options.modules, options.main)
+        _child(options.child, options.modules, options.only or "")
         return 0
     from edgelm.kernels.gpu_target import triton_version
 
-    rows = figures_of_targets(options.targets, options.modules, main_only=options.main)
+    rows = figures_of_targets(options.targets, options.modules, only=options.only or "")
     order = {row.case: at for at, row in reversed(list(enumerate(rows)))}
     rows.sort(key=lambda row: (order[row.case], row.target))
     print(f"triton {triton_version()}; instructions of the longest innermost loop, per thread and element")

@@ -11,6 +11,7 @@ from tests.counts import Count
 from tests.kernels.compile_case import compile_cases, op_names
 from tests.kernels.sass import (
     TARGETS,
+    Code,
     Figures,
     all_figures,
     figures_of_targets,
@@ -19,6 +20,7 @@ from tests.kernels.sass import (
     ptx_code,
     sass_code,
     share,
+    steady_barriers,
     table,
     unrolled,
 )
@@ -57,6 +59,16 @@ def test_the_main_loop_is_the_longest_innermost_one():
     assert loop[0].startswith("LDG.E.128")
     assert loop[-1] == "BRA `(.L_x_1)"
     assert load_widths(loop) == {"128": 2, "64": 1, "32": 1, "8": 1}
+
+
+def test_barriers_count_in_the_loop_that_runs_longest():
+    ends = ["BAR.SYNC 0x0", "HMMA.1688 R0", "BRA `(.L_x_1)"]
+    inner = ["HMMA.1688 R0", "BRA `(.L_x_2)"]
+    small = ["BRA `(.L_x_3)"]
+    code = Code([*ends, *inner, *small], {".L_x_1": 0, ".L_x_2": 3, ".L_x_3": 4})
+    assert steady_barriers(code) == 0
+    assert steady_barriers(Code(ends, {".L_x_1": 0})) == 1
+    assert steady_barriers(Code([], {})) == 0
 
 
 def test_unrolling_is_seen_by_the_loads():
@@ -124,8 +136,8 @@ def test_every_op_has_compile_cases_of_its_own():
 @pytest.fixture(scope="module")
 def rows() -> list[Figures]:
     if EVERY_CASE:
-        return figures_of_targets(TARGETS, main_only=False)
-    return all_figures(TARGETS, main_only=True)  # in one process: to start one costs as much as three kernels
+        return figures_of_targets(TARGETS)
+    return all_figures(TARGETS, only="main")  # in one process: to start one costs as much as three kernels
 
 
 @pytest.mark.timeout(Count(test=600, soak=3600))

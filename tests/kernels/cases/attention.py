@@ -31,6 +31,7 @@ SPILLS: dict[str, dict[int, int]] = {
     "k6v4 d=64 prompt": {80: 2, 86: 6, 89: 6, 120: 6},
 }
 SPILLS_38 = {"int8 d=128": {86: 2}}  # more of them with Triton 3.8
+DIFFERS = {"int8 d=128": (86, 90)}  # spills with Triton 3.8; barriers at the ends of a context with 3.7 and 3.8
 LOOP_SPILLS = {"f16 d=64 prompt": 9}  # of these, in the main loop; all others have none there
 
 
@@ -275,6 +276,8 @@ def _compile_case(name: str, head_dim: int, special: bool, way: str, *, main: bo
         loop_spills=LOOP_SPILLS.get(title, 0),
         # with fewer bits per value, a lane takes 8 bytes at a time, and a warp 256 consecutive bytes
         wide_loads=name == "f16",
+        differs_on=DIFFERS.get(title, ()),
+        own_warps=not way and cache.format.key is not None,  # PARTS of 16-bit values are exchanged
         main=main,
     )
 

@@ -143,5 +143,6 @@ def few_case(name: str | None, dtype: str, gate: GateKind | None = None) -> Comp
         budget=budgets.get(layout) if isinstance(weight, PackedWeight) and gate else None,
         # of groups of 16, four lanes read a sector of x together, 8 bytes each
         wide_loads=not (isinstance(weight, PackedWeight) and weight.layout.group == 16),
+        differs_on=(90,) if gate and layout == "q4_k" else (),  # spills with Triton 3.8
         main=gate is not None or name == "q6_k",
     )

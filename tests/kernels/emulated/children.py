@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.counts import Count
+from tests.kernels.sass import compiling_environment
 
 ROOT = Path(__file__).resolve().parents[3]
 # Programs of every test run compute for a minute. They took 200 s beside each other on two cores with a load of 9.
@@ -28,22 +29,24 @@ class ChildError(AssertionError):
     """A program of this package has not done its work."""
 
 
-def lines_of(program: str, *arguments: str) -> list[dict[str, Any]]:
-    """Run `python -m tests.kernels.emulated.PROGRAM` and return what it prints, also if it finds faults."""
-    out = output_of([sys.executable, "-m", f"tests.kernels.emulated.{program}", *arguments], LIMIT_S)
-    if path := os.environ.get("EMULATED_LINES"):
+def lines_of(program: str, *arguments: str, triton: Path | None = None) -> list[dict[str, Any]]:
+    """Run `python -m tests.kernels.emulated.PROGRAM` and return what it prints, also if it finds faults.
+
+    `triton` is a folder with another release of it.
+    """
+    out = output_of([sys.executable, "-m", f"tests.kernels.emulated.{program}", *arguments], LIMIT_S, triton)
+    if (path := os.environ.get("EMULATED_LINES")) and triton is None:
         with Path(path).open("a", encoding="utf-8") as file:
             file.write(out)
     return [json.loads(line) for line in out.splitlines()]
 
 
-def output_of(command: Sequence[str], limit_s: float) -> str:
+def output_of(command: Sequence[str], limit_s: float, triton: Path | None = None) -> str:
     """Return the output of a program that ends with exit code 0 (it found no fault) or 1 (it found some).
 
     Raises ChildError, which says how it ended, after how long, and what it printed last.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_DEFAULT_FP_FUSION"] = "1"
+    environment = compiling_environment(triton) | {"TRITON_DEFAULT_FP_FUSION": "1"}
     began, cpu_before = time.monotonic(), _cpu_seconds()
     try:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=limit_s, check=False)

@@ -1,0 +1,46 @@
+"""Kernels compile without faults, and compute what they should, with other releases of Triton than the installed one.
+
+`make triton` puts them into folders, and so do `make test` and `make soak`; without any, these tests are skipped.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+
+from tests.counts import Count
+from tests.kernels.emulated.children import ROOT, TEST_LIMIT_S, lines_of
+from tests.kernels.sass import TARGETS, all_figures, figures_of_targets, table
+
+FOLDERS = sorted(path.parent for path in (ROOT / "build").glob("triton-*/ready"))
+# What releases compiled wrongly, or differently: products by wgmma, experts, maxima of a cache's groups.
+EMULATED = "--main", "--capability", "90", "--only", "dequant_gemm q4_k", "grouped q4_k", "write_kv"
+WHOLE = bool(Count(test=0, soak=1))
+
+pytestmark = [
+    pytest.mark.timeout(TEST_LIMIT_S),
+    pytest.mark.parametrize("triton", FOLDERS, ids=lambda folder: folder.name),
+]
+
+
+def test_a_folder_has_the_release_of_its_name(triton: Path) -> None:
+    (found,) = distributions(path=[str(triton)], name="triton")
+    assert triton.name == f"triton-{found.version}"
+
+
+def test_no_kernel_has_a_fault(triton: Path) -> None:
+    if WHOLE:
+        rows = figures_of_targets(TARGETS, triton=triton)
+    else:
+        rows = all_figures(TARGETS, only="differing", triton=triton)
+    assert rows
+    bad = [row for row in rows if row.faults()]
+    assert not bad, "\n" + table(bad)
+
+
+def test_results_are_those_of_the_reference(triton: Path) -> None:
+    results = lines_of("run", *(["--main"] if WHOLE else EMULATED), triton=triton)
+    assert len(results) >= 3
+    assert not [f"{result['name']}: {result['fault']}" for result in results if result["fault"]]
