@@ -13,6 +13,19 @@ from tests.tui.conftest import Driver, Open
 from tests.tui.fake_endpoint import ANSWER, FakeEndpoint
 
 
+async def test_one_costly_frame_delays_no_other(
+    open_chat: Open, endpoint: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first block of code imports its lexer, and a laptop sleeps."""
+    endpoint.tokens_per_second = 100
+    async with open_chat() as chat:
+        await chat.ready()
+        times = iter((0.0, 600.0))
+        monkeypatch.setattr("time.thread_time", lambda: next(times, 600.0))
+        await chat.ask("q1")
+        await chat.sees("It is not stable.", "tok/s")
+
+
 async def test_a_message_is_answered_and_saved(open_chat: Open, tmp_path: Path) -> None:
     async with open_chat() as chat:
         await chat.ready()

@@ -341,6 +341,9 @@ PLACES = {  # the ids of widgets, and the group that comes first where one of th
     "sidebar": "In the list of chats",
 }
 
+KEY_CELLS, KEY_CELLS_NARROW = 24, 14  # of the column of keys
+ROOMY = 80  # columns of a terminal
+
 HELP_NOTES = (
     "To select with the mouse in the terminal itself, hold Shift (Option in a Mac's Terminal).",
     "Copying uses OSC 52, which works over SSH; tmux needs `set -g set-clipboard on`, or `allow-passthrough on`.",
@@ -383,12 +386,15 @@ class HelpScreen(ModalScreen[None]):
             box.border_subtitle = footer([Hint("Esc", "closes", "screen.dismiss(None)")], "; a click runs a command")
             yield Input(placeholder="type to filter")
             with VerticalScroll(can_focus=False):
-                yield Static(_help_page(self._groups))
+                yield Static(self._page())
 
     @on(Input.Changed)
     def _filter(self, event: Input.Changed) -> None:
-        self.query_one(Static).update(_help_page(self._groups, event.value.lower().split()))
+        self.query_one(Static).update(self._page(event.value.lower().split()))
         self.query_one(VerticalScroll).scroll_home(animate=False)
+
+    def _page(self, words: Sequence[str] = ()) -> Table:
+        return _help_page(self._groups, words, KEY_CELLS if self.app.size.width >= ROOMY else KEY_CELLS_NARROW)
 
     @on(Input.Submitted)
     def _submitted(self) -> None:
@@ -411,10 +417,10 @@ class HelpScreen(ModalScreen[None]):
         self.app.call_later(self.app.run_action, action, chat)
 
 
-def _help_page(groups: Sequence[Group], words: Sequence[str] = ()) -> Table:
+def _help_page(groups: Sequence[Group], words: Sequence[str], key_cells: int) -> Table:
     """Return the lines that have all of these words, in lower case, below the titles of their groups."""
     table = Table.grid(padding=(0, 1))
-    table.add_column(width=24)
+    table.add_column(width=key_cells)
     table.add_column()
     # Left, right, and the action of a click.
     parts = [

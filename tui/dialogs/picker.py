@@ -117,7 +117,8 @@ class PickerScreen(ModalScreen[Picked | None]):
         """List the models that the typed words match."""
         words = typed.lower().split()
         installed = [model for model in self._installed if _matches(words, model.name)]
-        lines = [_head("Offered" if self._note else "Installed"), *map(self._installed_line, installed)] if installed else []
+        head = "Offered" if self._note else "Installed"
+        lines = [_head(head), *map(self._installed_line, installed)] if installed else []
         recent = [path for path in self._recent if _matches(words, path)]
         if self._choose_installed and is_path(typed.strip()):
             if not self._note:  # else it is a path of another machine

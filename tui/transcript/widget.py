@@ -130,7 +130,8 @@ class Transcript(ScrollView, can_focus=True):
         self.selected: int | None = None  # id of the message that keys act on
         self._has_frame = False  # that will be drawn
         self._grow: Callable[[], None] = _nothing  # takes what has come for the next frame
-        self._drawn_at = self._frame_cost_s = 0.0  # of the last frame
+        self._drawn_at = 0.0  # the last frame
+        self._costs_s = (0.0, 0.0)  # of the last two frames, on the processor
         self._measuring: Timer | None = None
         self._measured = False  # since the last arrangement
         self._arranged_at = self._released_at = 0.0
@@ -205,7 +206,8 @@ class Transcript(ScrollView, can_focus=True):
             self._grow = grow
         if not self._has_frame:
             self._has_frame = True
-            due = self._drawn_at + max(FRAME_S, self._frame_cost_s / MAX_SHARE)
+            # One costly frame delays none: it imported the lexers of code, or the machine slept.
+            due = self._drawn_at + max(FRAME_S, min(self._costs_s) / MAX_SHARE)
             # A timer of Textual is a task and an event each time.
             asyncio.get_running_loop().call_later(due - time.perf_counter(), self.call_later, self._draw_frame)
 
@@ -274,11 +276,11 @@ class Transcript(ScrollView, can_focus=True):
 
     def _draw_frame(self) -> None:
         self._has_frame = False
-        started = self._drawn_at = time.perf_counter()
+        self._drawn_at, started = time.perf_counter(), time.thread_time()
         grow, self._grow = self._grow, _nothing
         grow()
         self._arrange()
-        self._frame_cost_s = time.perf_counter() - started
+        self._costs_s = self._costs_s[1], time.thread_time() - started
 
     # Layout
 
