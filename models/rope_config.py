@@ -107,10 +107,10 @@ def folder_rope(values: Values, head_dim: int, context: int, *, local: bool, sec
     found = _stretched(rope, values, head_dim, context)
     if not sections:
         return found
-    own = tuple(map(int, rope.positive_numbers("mrope_section")))
-    if len(own) not in (0, 3):
-        raise values.damaged(f"mrope_section has {len(own)} numbers, but must have 3")
-    return replace(found, sections=own)
+    pairs = tuple(map(int, rope.positive_numbers("mrope_section")))
+    if len(pairs) not in (0, 3):
+        raise values.damaged(f"mrope_section has {len(pairs)} numbers, but must have 3")
+    return replace(found, sections=pairs)
 
 
 def _stretched(rope: Values, values: Values, head_dim: int, context: int) -> RopeConfig:

@@ -20,7 +20,7 @@ from edgelm.making.quantization.recipe import Recipe
 from edgelm.making.quantization.search import Progress
 from edgelm.making.quantization.sensitivity import Importance
 
-PROBE = Recipe("Q8_0", pure=True)  # its plan names all tensors that llama.cpp quantizes
+PROBE = Recipe("Q8_0", pure=True)  # in its plan, all tensors that llama.cpp quantizes have other types than in F16
 
 
 class NativeQuantizer:
@@ -31,9 +31,9 @@ class NativeQuantizer:
 
     def matrices(self, source: GGUF) -> Collection[str]:
         """Return the names of the tensors that a quantization changes."""
+        wide = {tensor.name: tensor.type for tensor in plan(source, Recipe("F16"), None, self._options)}
         planned = plan(source, PROBE, None, self._options)
-        quantized = (tensor.name for tensor in planned if tensor.asked or tensor.type == "Q8_0")
-        return {name for name in quantized if len(source.tensors[name].shape) > 1}
+        return {tensor.name for tensor in planned if tensor.asked or tensor.type != wide[tensor.name]}
 
     def write(self, source: GGUF, destination: Path, recipe: Recipe, importance: Importance | None) -> object:
         """Write a file by a recipe. Raises EdgeLMError."""

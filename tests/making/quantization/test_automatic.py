@@ -95,13 +95,18 @@ def test_llama_cpp_writes_the_file_of_the_report(tmp_path: Path, shape: dict[str
     assert not list((tmp_path / "scratch").iterdir())
 
 
-def test_a_mixture_of_delta_nets_is_searched_without_its_vectors(tmp_path: Path) -> None:
-    """Gates of Qwen 3.5's shared experts have one dimension, and here a quantized type: no file type changes them."""
-    with open_gguf(write_odd(tmp_path / "model.gguf", "qwen35moe")) as gguf:
-        names = NativeQuantizer(threads=1).matrices(gguf)
-        assert {"blk.0.ffn_gate_shexp.weight", "blk.0.ffn_down_exps.weight", "blk.0.attn_qkv.weight"} <= set(names)
-        assert "blk.0.ffn_gate_inp_shexp.weight" not in names
-        assert all(len(gguf.tensors[name].shape) > 1 for name in names)
+def test_a_mixture_of_delta_nets_without_what_llama_cpp_never_quantizes(tmp_path: Path) -> None:
+    """Routers and gates of Qwen 3.5's shared experts stay, also where a file has them in a quantized type."""
+    source = write_odd(tmp_path / "model.gguf", "qwen35moe")
+    with open_gguf(source) as gguf:
+        kinds = {name.partition(".ffn_gate_inp")[1] for name in QUANTIZER.matrices(gguf)}
+        assert gguf.tensors["blk.0.ffn_gate_inp.weight"].type.name == "Q8_0"
+    assert kinds == {""}
+    recipe, report = chosen(source, 6.0, effort=replace(EFFORT, max_groups=16, num_probes=1))
+    size, types = written(source, recipe)
+    assert size == report.nbytes <= report.budget_bytes
+    assert types["blk.0.ffn_gate_inp_shexp.weight"] == "Q8_0"
+    assert {"blk.0.ffn_gate_shexp.weight", "blk.0.ffn_down_exps.weight"} <= recipe.tensor_types.keys()
 
 
 def test_groups_of_layers_share_a_type(tmp_path: Path) -> None:
