@@ -51,7 +51,8 @@ class TorchHeads(FollowedHeads[Tensor]):
 
     def others(self, step: Step) -> list[int]:
         """Return the rows of a step whose hidden states are read, beside the sampled ones."""
-        rows, start = [], 0
+        rows: list[int] = []
+        start = 0
         for chunk in step.chunks:
             end = start + len(chunk.tokens)
             rows += range(end - chunk.rows - self.wanted(chunk), end - chunk.rows)

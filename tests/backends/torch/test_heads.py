@@ -95,10 +95,8 @@ class Counting(MtpDrafter):
 
 def executor_of(loaded: Loaded, sequences: int = 8, **options: Any) -> TorchExecutor:
     decoder, head = loaded
-    room = sequences * CONTEXT
-    return TorchExecutor(
-        decoder, TorchOptions(context=CONTEXT, capacity=room, max_sequences=sequences, **options), head=head
-    )
+    sizes = {"context": CONTEXT, "capacity": sequences * CONTEXT, "max_sequences": sequences}
+    return TorchExecutor(decoder, TorchOptions(**sizes | options), head=head)
 
 
 @contextmanager
@@ -125,13 +123,13 @@ def cheap_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize("runs_ahead", [False, True])
-def test_answers_are_the_same_with_heads_and_without(together: bool, runs_ahead: bool, model: Loaded) -> None:
-    """Also in a small cache, where sequences are preempted, and behind saved states of prefixes."""
+@pytest.mark.parametrize(("runs_ahead", "kv"), [(False, "f16"), (True, "int8")])
+def test_answers_are_the_same_with_heads_and_without(together: bool, runs_ahead: bool, kv: str, model: Loaded) -> None:
+    """Also in a small cache, where few run at a time, and behind saved states of prefixes."""
     requests = requests_of(5, 12)
-    with running(model, heads=False) as (engine, _, _):
+    with running(model, heads=False, kv=kv) as (engine, _, _):
         plain = answers(engine, requests, together=False)
-    with running(model, heads=True, runs_ahead=runs_ahead, max_tokens=48) as (engine, drafter, _):
+    with running(model, heads=True, kv=kv, runs_ahead=runs_ahead, max_tokens=48, capacity=640) as (engine, drafter, _):
         for _ in range(2):
             assert answers(engine, requests, together) == plain
     assert drafter.accepted > len(requests)
