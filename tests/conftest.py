@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import secrets
 import signal
@@ -29,6 +30,7 @@ sys.exit(run_job({
 """
 
 REAL = Path(__file__).parent / "real"
+IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 os.environ.setdefault("KERNEL_SEED", str(secrets.randbelow(2**31)))  # one for all processes that run the tests
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is imported: that decides what it becomes
@@ -42,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     choose_counts(config.getoption("--soak"))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background: programs would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if IN_WORKER:
         atexit.register(os._exit, 0)  # all has been reported; to take torch and Triton apart takes a second
     # A busy machine is not a failure. New inputs in each run; a failing one prints how to repeat it.
     hypothesis.settings.register_profile("edgelm", deadline=None, print_blob=True)
@@ -52,6 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     if "triton.runtime.interpreter" in sys.modules:
         quicken_interpreter()
+    if IN_WORKER:
+        gc.freeze()  # full collections, of which pytest's end makes five, look at what tests have made
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -70,7 +74,7 @@ def measured_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from edgelm.base.machine import facts as machine  # not before TRITON_INTERPRET is set
 
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "measured-cache"
+    folder = (base.parent if IN_WORKER else base) / "measured-cache"
     with FileLock(folder.with_name("measured-cache.lock")):
         machine.facts(folder, notify=print, command=(sys.executable, "-c", CANARY))
     return folder

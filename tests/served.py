@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,8 @@ from edgelm.jobs.answer import Answerer
 from edgelm.server.engine_process.app import EngineParts, engine_app
 from edgelm.text.prompt_token_cache import PromptTokenCache
 from edgelm.text.template_runner import TemplateRunner
+from tests.real_data import template
+from tests.tiny import write_tiny
 
 LIMIT_S = 120.0
 
@@ -43,6 +45,19 @@ def loaded_model(path: Path, drafter: Drafter | None = None, *, context: int = 4
         yield LoadedModel(path.stem, engine, tokenizer, PromptTokenCache())
     finally:
         engine.close()
+
+
+@contextmanager
+def models_of_templates(
+    folder: Path, names: Iterable[str], drafter: Callable[[], Drafter | None] = lambda: None
+) -> Iterator[dict[str, LoadedModel]]:
+    """Run a tiny model for each of these real templates."""
+    with ExitStack() as stack:
+        loaded = {}
+        for name in names:
+            path = write_tiny(folder / f"{name}.gguf", chat_template=template(name), context=4096, quant="q8_0")
+            loaded[name] = stack.enter_context(loaded_model(path, drafter()))
+        yield loaded
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from edgelm.engine.core import Drafter, Event, Matcher, Op, SamplingParams, Sequ
 from edgelm.engine.kv_paged import PagedKV
 from edgelm.engine.kv_slots import SlotKV
 from edgelm.engine.pipeline import grammar_masks
+from edgelm.engine.prefixes import MIN_PREFIX_LEN
 from edgelm.engine.scheduler import Scheduler
-from tests.engine.fake import FakeExecutor, PagedMemory, SlotMemory, complete_alone, info
+from tests.engine.fake import FakeExecutor, FakeFiles, PagedMemory, SlotMemory, complete_alone, info
 
 
 class Loop:
@@ -86,3 +87,42 @@ class Loop:
         seq = self.add(prompt, **params)
         self.finish()
         return seq
+
+
+class DiskLoop(Loop):
+    """A loop whose prefixes reach files, and that can continue as a new process."""
+
+    def __init__(self, kind: str, snapshot_bytes: int = 10**6, block_len: int = 16, **facts: object) -> None:
+        self.files = FakeFiles()
+        self.snapshot_bytes, self.block_len = snapshot_bytes, block_len
+        super().__init__(kind, snapshot_bytes, block_len=block_len, **facts)
+        self.start()
+
+    def start(self) -> None:
+        if isinstance(self.kv, SlotKV):
+            self.memory = slots = SlotMemory(self.info, self.snapshot_bytes, self.files)
+            self.kv = SlotKV(self.info, self.snapshot_bytes, slots, min_stored_len=MIN_PREFIX_LEN)
+        else:
+            self.memory = paged = PagedMemory(self.info, self.block_len, self.files)
+            self.kv = PagedKV(self.info, self.block_len, paged, min_stored_len=MIN_PREFIX_LEN)
+        self.executor = FakeExecutor(self.info, self.memory)
+        self.scheduler = Scheduler(self.info, self.kv, self.clock)
+
+    def flush_idle(self) -> list[Op]:
+        step = self.scheduler.flush_idle()
+        if step:
+            self.executor.forward(step)
+        if isinstance(self.memory, PagedMemory):
+            assert not self.memory.snapshots
+        return list(step.ops) if step else []
+
+    def restart(self) -> None:
+        self.flush_idle()
+        self.start()
+
+    def lengths(self) -> list[int]:
+        return sorted(len(file.tokens) for file in self.files.found)
+
+
+def kinds(ops: list[Op]) -> list[type]:
+    return [type(op) for op in ops]

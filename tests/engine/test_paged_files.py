@@ -3,57 +3,22 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 
 from edgelm.base.errors import SnapshotError
-from edgelm.engine.core import Drop, Load, Op, Save, Sequence, Store
+from edgelm.engine.core import Drop, Load, Save, Sequence, Store
 from edgelm.engine.kv_paged import PagedKV
-from edgelm.engine.prefixes import MIN_PREFIX_LEN
-from edgelm.engine.scheduler import Scheduler
 from tests.counts import Count
-from tests.engine.fake import FakeExecutor, FakeFiles, Fault, PagedMemory
-from tests.engine.loop import Loop
+from tests.engine.fake import Fault, PagedMemory
+from tests.engine.loop import DiskLoop, Loop, kinds
 from tests.engine.simulation import fresh_seed
 
 CONVERSATIONS = Count(test=60, soak=2_000)
 A, B = ([token] * 50 for token in (1, 2))
 SYSTEM = [7, 8] * 30
-
-
-class Disk(Loop):
-    """A loop whose prefixes reach files, and that can continue as a new process."""
-
-    def __init__(self, block_len: int = 16, **facts: object) -> None:
-        self.files = FakeFiles()
-        self.block_len = block_len
-        super().__init__("paged", block_len=block_len, **facts)
-        self.start()
-
-    def start(self) -> None:
-        self.memory = memory = PagedMemory(self.info, self.block_len, self.files)
-        self.kv = PagedKV(self.info, self.block_len, memory, min_stored_len=MIN_PREFIX_LEN)
-        self.executor = FakeExecutor(self.info, memory)
-        self.scheduler = Scheduler(self.info, self.kv, self.clock)
-
-    def flush_idle(self) -> list[Op]:
-        step = self.scheduler.flush_idle()
-        if step:
-            self.executor.forward(step)
-        assert isinstance(self.memory, PagedMemory)
-        assert not self.memory.snapshots
-        return list(step.ops) if step else []
-
-    def restart(self) -> None:
-        self.flush_idle()
-        self.start()
-
-    def lengths(self) -> list[int]:
-        return sorted(len(file.tokens) for file in self.files.found)
-
-
-def kinds(ops: list[Op]) -> list[type]:
-    return [type(op) for op in ops]
+Disk = partial(DiskLoop, "paged")
 
 
 def test_a_conversation_continues_after_a_restart() -> None:
@@ -295,7 +260,7 @@ def test_random_conversations_answer_as_without_a_cache(recurrent: bool) -> None
         capacity = rng.choice([256, 320, 1024])
         sequences = rng.choice([1, 2, 4])
         facts = {"num_states": sequences + rng.choice([1, 4]), "max_draft": 3} if recurrent else {}
-        loop = Disk(rng.choice([4, 16, 32]), capacity=capacity, max_sequences=sequences, **facts)
+        loop = Disk(block_len=rng.choice([4, 16, 32]), capacity=capacity, max_sequences=sequences, **facts)
         systems = [rng.choices(range(40), k=rng.randint(1, 60)) for _ in range(2)]
         chats: list[Sequence] = []
         for _ in range(14):

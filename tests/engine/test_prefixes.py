@@ -3,56 +3,24 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
 
 from edgelm.base.errors import SnapshotError
-from edgelm.engine.core import Copy, Drop, Load, Op, SamplingParams, Save, Sequence, Store
-from edgelm.engine.kv_slots import WORTH_WAITING_LEN, SlotKV, Snapshot
+from edgelm.engine.core import Copy, Drop, Load, SamplingParams, Save, Sequence, Store
+from edgelm.engine.kv_slots import WORTH_WAITING_LEN, Snapshot
 from edgelm.engine.prefixes import MIN_PREFIX_LEN, PrefixIndex, common_len
-from edgelm.engine.scheduler import Scheduler
 from tests.counts import Count
-from tests.engine.fake import FakeExecutor, FakeFiles, SlotMemory
-from tests.engine.loop import Loop
+from tests.engine.fake import FakeFiles
+from tests.engine.loop import DiskLoop, Loop, kinds
 from tests.engine.simulation import fresh_seed, run_workload
 
 CONVERSATIONS = Count(test=60, soak=2_000)
 A, B, C, D = ([token] * 50 for token in (1, 2, 3, 4))
 SYSTEM = [7, 8] * 30
-
-
-class Disk(Loop):
-    """A loop whose snapshots reach files, and that can continue as a new process."""
-
-    def __init__(self, snapshot_bytes: int = 10**6, **facts: object) -> None:
-        self.files = FakeFiles()
-        self.snapshot_bytes = snapshot_bytes
-        super().__init__("slots", snapshot_bytes, **facts)
-        self.start()
-
-    def start(self) -> None:
-        self.memory = SlotMemory(self.info, self.snapshot_bytes, self.files)
-        self.kv = SlotKV(self.info, self.snapshot_bytes, self.memory, min_stored_len=MIN_PREFIX_LEN)
-        self.executor = FakeExecutor(self.info, self.memory)
-        self.scheduler = Scheduler(self.info, self.kv, self.clock)
-
-    def flush_idle(self) -> list[Op]:
-        step = self.scheduler.flush_idle()
-        if step:
-            self.executor.forward(step)
-        return list(step.ops) if step else []
-
-    def restart(self) -> None:
-        self.flush_idle()
-        self.start()
-
-    def lengths(self) -> list[int]:
-        return sorted(len(file.tokens) for file in self.files.found)
-
-
-def kinds(ops: list[Op]) -> list[type]:
-    return [type(op) for op in ops]
+Disk = partial(DiskLoop, "slots")
 
 
 # -- the index ---------------------------------------------------------------------------------------------------------

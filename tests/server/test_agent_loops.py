@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import anthropic
 import pytest
 
 from edgelm.backends.model import LoadedModel
-from tests.real_data import template
-from tests.served import Served, loaded_model, served
-from tests.tiny import write_tiny
+from tests.served import Served, models_of_templates, served
 
 TEMPLATES = ["Qwen-Qwen3-0.6B", "openai-gpt-oss-120b", "gemma-2-format"]
 TURNS = 5
@@ -30,13 +27,7 @@ SCHEMA: Any = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, LoadedModel]]:
-    folder = tmp_path_factory.mktemp("models")
-    with ExitStack() as stack:
-        loaded = {}
-        for name in TEMPLATES:
-            source = template(name)
-            path = write_tiny(folder / f"{name}.gguf", chat_template=source, context=4096, quant="q8_0")
-            loaded[name] = stack.enter_context(loaded_model(path))
+    with models_of_templates(tmp_path_factory.mktemp("models"), TEMPLATES) as loaded:
         yield loaded
 
 

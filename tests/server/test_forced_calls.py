@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from edgelm.backends.model import LoadedModel
 from edgelm.jobs.answer import CUT, REPEATED
-from tests.real_data import template
-from tests.served import Served, loaded_model, served
-from tests.tiny import write_tiny
+from tests.served import Served, models_of_templates, served
 
 TEMPLATES = [
     "Qwen-Qwen3-0.6B",
@@ -31,12 +29,7 @@ WITHOUT_PARAMETERS: list[Any] = [None, {"type": "object"}, {"type": "object", "p
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, LoadedModel]]:
-    folder = tmp_path_factory.mktemp("models")
-    with ExitStack() as stack:
-        loaded = {}
-        for name in TEMPLATES:
-            path = write_tiny(folder / f"{name}.gguf", chat_template=template(name), context=4096, quant="q8_0")
-            loaded[name] = stack.enter_context(loaded_model(path))
+    with models_of_templates(tmp_path_factory.mktemp("models"), TEMPLATES) as loaded:
         yield loaded
 
 

@@ -9,7 +9,6 @@ import json
 import random
 import secrets
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from edgelm.backends.model import LoadedModel
 from edgelm.engine.core import Sequence
 from tests.engine.fake import SimpleDrafter
 from tests.real_data import template
-from tests.served import loaded_model, served
+from tests.served import loaded_model, models_of_templates, served
 from tests.tiny import write_tiny
 
 TEMPLATES = [
@@ -82,13 +81,7 @@ class Nonsense(SimpleDrafter):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, LoadedModel]]:
     """One model for each template; they draft."""
-    folder = tmp_path_factory.mktemp("models")
-    with ExitStack() as stack:
-        loaded = {}
-        for name in TEMPLATES:
-            source = template(name)
-            path = write_tiny(folder / f"{name}.gguf", chat_template=source, context=4096, quant="q8_0")
-            loaded[name] = stack.enter_context(loaded_model(path, Nonsense()))
+    with models_of_templates(tmp_path_factory.mktemp("models"), TEMPLATES, Nonsense) as loaded:
         yield loaded
 
 
