@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -56,6 +57,14 @@ DOCUMENTS = [  # by the guide's rules for commands
     *(ROOT / name for name in ("README.md", "docs/agents.md", "docs/editors.md", "docs/gpu.md")),
 ]
 CATALOGUE = {f"{entry.family}{size}" for entry in entries() for size in ("", f":{entry.size}")}
+MARKED = {  # commands of the documents that no test runs, and why
+    ("", "--install-completion"): "typer's own: it writes into the files of a shell",
+    ("doctor", "--json"): "packaging/dist_check.py runs it",
+    ("run", "--verbose"): "llama.cpp's own log; a test runs it with serve",
+    ("service install", "--linger"): "the managers' own tests install with it",
+    ("service logs", ""): "it becomes journalctl or tail, whose commands are compared",
+    ("service logs", "--follow"): "as above",
+}
 HOST = f"host.docker.internal:{Settings().port}/v1"  # docs/editors.md names host and port apart
 COMMAND_LINE: Any = typer.main.get_command(app)
 DOES_ITS_WORK_AT_ONCE = {"--install-completion"}  # while it is parsed
@@ -152,6 +161,31 @@ def test_every_command_in_a_document_is_one_that_edgelm_takes(path: Path, tmp_pa
     monkeypatch.setenv("EDGELM_CONFIG_DIR", str(tmp_path))
     for line in command_lines(path.read_text(encoding="utf-8")):
         require_valid(line)
+
+
+def documented(line: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the command of a line with each of its flags, "" without any."""
+    words = shlex.split(line.replace("…", "TEXT"))[1:]
+    names = tuple(itertools.takewhile(re.compile("[a-z]+").fullmatch, words[:2]))
+    if names and not getattr(COMMAND_LINE.commands.get(names[0]), "commands", None):
+        names = names[:1]  # what follows is an argument
+    flags = {word.partition("=")[0] for word in words if re.fullmatch(r"--?[a-z][a-z-]*(=.*)?", word)}
+    yield from ((names, flag) for flag in flags or {""})
+
+
+def test_every_command_in_a_document_is_run_by_a_test_or_marked() -> None:
+    """Each command with each of its flags, as far as the words of a test's file tell."""
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
+    files = [({*re.findall(r'"([a-z]+)"', text)}, {*re.findall(r"[\w-]+", text)}) for text in texts]
+    anywhere = set().union(*(words for _, words in files))
+    pairs = {pair for path in DOCUMENTS for line in command_lines(path.read_text()) for pair in documented(line)}
+    missing = set()
+    for names, flag in pairs:
+        name = flag.removeprefix("--").replace("-", "_")
+        is_set = name in SETTINGS and {flag, name, f"EDGELM_{name.upper()}"} & anywhere  # commands share their settings
+        if not any({*names} <= quoted and (not flag or is_set or flag in words) for quoted, words in files):
+            missing.add((" ".join(names), flag))
+    assert missing == set(MARKED)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)

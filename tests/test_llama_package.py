@@ -163,6 +163,27 @@ def test_uv_builds_elsewhere_and_what_it_installs_into_counts(
         backend.tell_of_the_compiler(str(tmp_path / "build"))
 
 
+def test_a_tool_of_uv_gets_an_environment_of_its_own(
+    bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--python names the interpreter that it is made with: what is installed beside that is of no use."""
+    other = tmp_path / "other"
+    (other / "lib/python3.12/site-packages/llama_cpp_python-0.3.36.dist-info").mkdir(parents=True)
+    command = "\0".join(["uv", "tool", "install", "--python", str(other), "."])
+    files = {"/proc/7/cmdline": command, "/proc/7/environ": f"VIRTUAL_ENV={other}\0"}
+    monkeypatch.setattr(backend, "_callers", lambda: iter((7,)))
+    monkeypatch.setattr(backend, "_read", lambda path: files.get(path, ""))
+    monkeypatch.setenv("UV_TOOL_DIR", str(tmp_path / "tools"))
+    with pytest.raises(SystemExit):
+        backend.tell_of_the_compiler(str(tmp_path / "build"))
+    (other / "lib").rename(tmp_path / "lib")
+    (tmp_path / "tools" / "edgelm").mkdir(parents=True)
+    (tmp_path / "lib").rename(tmp_path / "tools" / "edgelm" / "lib")
+    bare.write_text("")
+    backend.tell_of_the_compiler(str(tmp_path / "build"))
+    assert bare.read_text() == "", "an upgrade leaves it where it is"
+
+
 @pytest.mark.parametrize(
     "command",
     ["pip\0install\0--find-links\0dist\0.", "uv\0tool\0install\0--index\0x\0.", "pip\0wheel\0--extra-index-url=x\0."],

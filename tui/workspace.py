@@ -140,6 +140,8 @@ class Workspace:
 
     async def adopt(self, session: Session) -> str:
         """Add what another window has written in a chat since; return a line about it. Raises ChatsError."""
+        if self.store.problem is not None:  # a file that was never opened, on a full disk, answers when there is room
+            return ""
         known, chat_id = len(session.tree.messages), session.chat.id
         messages = await self.read(lambda store: store.messages(chat_id) if store.num_messages(chat_id) > known else [])
         self._outdated = None

@@ -175,6 +175,12 @@ def _environments_of_uv() -> Iterator[str]:
         command = _read(f"/proc/{pid}/cmdline")
         if Path(command.partition("\0")[0]).name != "uv":
             continue
+        words = {*command.split("\0")}
+        if "tool" in words and words & {"install", "upgrade"}:
+            # The environment of the tool: --python names the interpreter that it is made with.
+            data = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")  # noqa: PTH111
+            yield os.environ.get("UV_TOOL_DIR", f"{data}/uv/tools") + "/edgelm"
+            continue
         folder = Path()
         with contextlib.suppress(OSError):
             folder = Path(f"/proc/{pid}/cwd").readlink()  # the paths of its command begin there

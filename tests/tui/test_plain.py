@@ -21,14 +21,16 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from edgelm.chats import store_thread
 from edgelm.chats.history import Message
-from edgelm.chats.store import Store
+from edgelm.chats.store import ChatsError, Store
 from edgelm.chats.tools.consents import Consents
 from edgelm.chats.tools.settings import ToolServer
 from edgelm.chats.tools.toolbox import Toolbox
 from edgelm.client.link import Link
 from edgelm.tui.commands.table import COMMANDS, PLAIN_COMMANDS
 from edgelm.tui.plain import answer as plain_answer
+from edgelm.tui.plain import chat as plain_chat
 from edgelm.tui.plain import lines as plain_lines
 from edgelm.tui.plain.chat import PlainChat
 from edgelm.tui.plain.lines import LineReader, Writer
@@ -81,6 +83,26 @@ def talk(endpoint: FakeEndpoint, tmp_path: Path) -> Talk:
 async def test_a_gpu_that_is_not_used_is_one_line_once(talk: Talk, endpoint: FakeEndpoint) -> None:
     endpoint.unused_gpu = "NVIDIA GeForce RTX 3060 is not used: triton is not installed"
     assert (await talk("hello", "again", "/quit")).count(endpoint.unused_gpu) == 1
+
+
+async def test_a_full_disk_at_the_start_is_told_and_the_chat_goes_on(
+    endpoint: FakeEndpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path | None) -> Store:
+        raise ChatsError(f"the disk with {path} is full", "make room on it", temporary=True)
+
+    monkeypatch.setattr(store_thread, "Store", full)
+    monkeypatch.setattr(plain_chat, "CLOSE_S", 0.1)
+    output = Output()
+    writer = Writer(output)
+    lines = LineReader(io.StringIO("hello\n"), writer, edits=False)
+    link = Link(endpoint=endpoint.address, api_key=None, runtime=tmp_path / "run", log=tmp_path / "serve.log")
+    chat = PlainChat(tmp_path / "chats.db", link, ChatDefaults(), lines, writer, knowledge=tmp_path / "knowledge.db")
+    await asyncio.to_thread(chat.run)
+    text = output.getvalue()
+    assert f"error: not saved: the disk with {tmp_path / 'chats.db'} is full; make room on it\n" in text
+    assert f"starter: {ANSWER}" in text
+    assert chat.num_lost > 0
 
 
 def saved_messages(folder: Path) -> list[Message]:

@@ -36,9 +36,10 @@ from edgelm.tui.prompt.offers import EXAMPLES, PULL
 from edgelm.tui.prompt.paths import suggest_paths
 from edgelm.tui.pulls import COMMAND
 from edgelm.tui.transcript.passages import one_line
-from edgelm.tui.workspace import ChatDefaults, Workspace
+from edgelm.tui.workspace import ChatDefaults, LastRun, Workspace
 
 CLOSE_S = 5.0
+LOOK_S = 0.1  # between two looks at problems of the file of the chats
 PROMPT = "you: "
 
 T = TypeVar("T")
@@ -140,7 +141,7 @@ class PlainChat:
     def _begin(self) -> None:
         """Load the last run's state, connect, and say which model answers."""
         try:
-            last_run = self._wait(self._workspace.load())
+            last_run = self._wait(self._loaded())
             self._lines.load_history(last_run.sent)
             self._lines.complete_with(self._suggest)
             self._unsent = last_run.settings.get("draft", "") if self._lines.can_prefill else ""
@@ -160,6 +161,15 @@ class PlainChat:
             self._writer.line(f"you can ask: {' '.join(EXAMPLES)}")
             if FIRST_CHAT not in self._workspace.link.listed:
                 self._writer.line(f"{PULL} gets a small model for a chat (98 MB)")
+
+    async def _loaded(self) -> LastRun:
+        """Load the last run's state; an empty one where the disk is full, which is told at the first prompt."""
+        loading = asyncio.ensure_future(self._workspace.load())
+        while not (await asyncio.wait([loading], timeout=LOOK_S))[0]:
+            if any(problem is not None and problem.temporary for problem in self._problems):
+                loading.cancel()
+                return LastRun([], {})
+        return loading.result()
 
     async def _close(self) -> None:
         await self._workspace.answers.end()
