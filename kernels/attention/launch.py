@@ -111,6 +111,14 @@ def registers_of(cache: LayerCache) -> int:
     return MAX_REGISTERS if cache.format.key is None else CODE_REGISTERS
 
 
+def kwidth_of(cache: LayerCache) -> int:
+    """Return the neighbours along K that a thread holds of an operand; 16-bit keys and values are loaded as such.
+
+    For those every Triton takes 2: with the 4 that releases before 3.8 take for codes, each dot would need shuffles.
+    """
+    return 2 if cache.format.key is None else kwidth()
+
+
 class Launch(NamedTuple):
     """The arguments of `attention` for some of its sequences; `out` has the rows of all."""
 
@@ -258,7 +266,7 @@ def _run_decode(launch: Launch, chunks: int) -> None:
         ROTATED=cache.format.rotated,
         WINDOWED=launch.window > 0,
         CAPPED=launch.softcap > 0,
-        KW=kwidth(),
+        KW=kwidth_of(cache),
         **constants(cache, q.shape[1], dot_dtype(q, cache)),
         num_warps=4,
         num_stages=1,

@@ -82,12 +82,12 @@ class StandingGpu(NamedTuple):
     problem: str = ""
     hint: str = ""
     backend: str = "cuda"  # ggml's, of llama.cpp
-    count: int = 1
+    num_cards: int = 1
 
     @property
     def is_not_used(self) -> str:
         """The beginning of a line that says why."""
-        return f"{self.name} {'is' if self.count == 1 else 'are'} not used"
+        return f"{self.name} {'is' if self.num_cards == 1 else 'are'} not used"
 
     @property
     def ours(self) -> bool:
@@ -105,7 +105,7 @@ def standing_gpu(root: Path = Path("/")) -> StandingGpu | None:
     if gpus := nvidia_gpus():
         names = Counter(gpu.name for gpu in gpus)
         name = " and ".join(f"{count} x {name}" if count > 1 else name for name, count in names.items())
-        return StandingGpu(name, count=len(gpus))
+        return StandingGpu(name, num_cards=len(gpus))
     if (root / WSL / "nvidia-smi").exists():  # Windows has the driver, and its card is not on this bus
         return StandingGpu(NVIDIA_CARD, *_why_unlisted(root))
     for card in sorted((root / "sys/bus/pci/devices").glob("*")):

@@ -132,12 +132,12 @@ def test_a_gpu_that_the_user_hides_does_not_stand_here(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert standing_gpu(tmp_path) == (StandingGpu("2 x A and B", count=3) if stands else None)
+    assert standing_gpu(tmp_path) == (StandingGpu("2 x A and B", num_cards=3) if stands else None)
 
 
 def test_several_gpus_are_not_used() -> None:
     assert StandingGpu("A").is_not_used == "A is not used"
-    assert StandingGpu("A and B", count=2).is_not_used == "A and B are not used"
+    assert StandingGpu("A and B", num_cards=2).is_not_used == "A and B are not used"
 
 
 @pytest.mark.parametrize(("visible", "names"), [(None, "AB"), ("1", "B"), ("GPU-a", "A"), ("", ""), ("1,0", "AB")])

@@ -31,7 +31,9 @@ SPILLS: dict[str, dict[int, int]] = {
     "k6v4 d=64 prompt": {80: 2, 86: 6, 89: 6, 120: 6},
 }
 SPILLS_38 = {"int8 d=128": {86: 2}}  # more of them with Triton 3.8
-DIFFERS = {"int8 d=128": (86, 90)}  # spills with Triton 3.8; barriers at the ends of a context with 3.7 and 3.8
+BUDGETS = {"int8": 7.3, "f16 d=128": 4.0}  # instructions an element
+# Spills with Triton 3.8, barriers at the ends of a context with 3.7 and 3.8; operands that need no shuffles.
+DIFFERS = {"int8 d=128": (86, 90), "f16 d=128": (90,)}
 LOOP_SPILLS = {"f16 d=64 prompt": 9}  # of these, in the main loop; all others have none there
 
 
@@ -223,7 +225,6 @@ def _compile_case(name: str, head_dim: int, special: bool, way: str, *, main: bo
     from edgelm.kernels.attention import launch
     from edgelm.kernels.attention.decode_kernel import attend_chunks
     from edgelm.kernels.attention.prefill_kernel import attend_tiles
-    from edgelm.kernels.gpu_target import kwidth
 
     cache = allocate(FORMATS[name], 1, 8, head_dim, "meta")
     groups = cache.width // 32
@@ -255,7 +256,7 @@ def _compile_case(name: str, head_dim: int, special: bool, way: str, *, main: bo
         fixed |= {"ALL": all_groups, "SINKS": special, "SPLIT": split, "ROWS": tile.rows, "TOKENS": tile.tokens}
     else:
         fn = attend_chunks
-        fixed |= {"PARTS": launch.parts_of(cache), "KW": kwidth()}
+        fixed |= {"PARTS": launch.parts_of(cache), "KW": launch.kwidth_of(cache)}
     signature = pointers | scalars | dict.fromkeys(fixed, "constexpr")
     title = f"{name} d={head_dim}{' window cap sinks' if special else ''}{' ' if way else ''}{way}"
     return CompileCase(
@@ -271,7 +272,7 @@ def _compile_case(name: str, head_dim: int, special: bool, way: str, *, main: bo
             "enable_fp_fusion": bool(way),
         },
         loop_weights=0 if way else cache.width + cache.width // launch.parts_of(cache),
-        budget=7.3 if name == "int8" and not way else None,
+        budget=None if way else BUDGETS.get(name, BUDGETS.get(title)),
         spills_on=SPILLS.get(title, {}) | (SPILLS_38.get(title, {}) if triton_version().startswith("3.8.") else {}),
         loop_spills=LOOP_SPILLS.get(title, 0),
         # with fewer bits per value, a lane takes 8 bytes at a time, and a warp 256 consecutive bytes
