@@ -27,6 +27,7 @@ COLUMN = GUTTER + TEXT_WIDTH + 2
 ACT = "act"  # the meta of a style: a click there acts on the message
 NAME_CELLS = 16  # of a model's name at least, before figures are left out
 LINK = "link"  # the meta of a style: an address, shown when the mouse is over it and copied by a click
+HELD_SPACE = "\ufdd0"  # of a text that is wrapped: a space at which no line is broken
 SEND_ALL = "(/whole sends all) "
 HINT = "  Ctrl+T shows it"
 
@@ -91,6 +92,8 @@ def wrap_words(text: Text, width: int) -> list[Line]:
             start = plain.find(piece.plain, end)
             joint = "\n" if i == 0 else plain[end:start]
             end = start + len(piece.plain)
+            if HELD_SPACE in piece.plain:
+                piece.plain = piece.plain.replace(HELD_SPACE, " ")
             lines.append(Line(piece, joint=joint))
     return lines
 

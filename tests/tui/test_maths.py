@@ -42,6 +42,13 @@ def test_formulas_are_unicode(source: str, shown: str) -> None:
     assert "\n".join(line for row in show(Document(source), 90) for line in row) == shown
 
 
+def test_a_short_formula_is_not_broken() -> None:
+    (lines,) = show(Document(r"It takes \(O(n \log n)\) on average"), 16)
+    assert [line.rstrip() for line in lines] == ["It takes", "O(n log n) on", "average"]
+    (table,) = show(Document("| time | what |\n|---|---|\n| $O(n \\log n)$ | it is what most lists take |\n"), 30)
+    assert "O(n log n) │ it is what" in "\n".join(table)
+
+
 @settings(max_examples=EXAMPLES)
 @given(
     st.lists(st.sampled_from([*"abx12+-=^_{}()&[] ", "\\\\", *(f"\\{name}" for name in MATHS)]), max_size=30).map(

@@ -359,7 +359,7 @@ async def test_code_is_listed_saved_and_copied(
     program.chmod(0o755)
     file = tmp_path / "list.sh"
     text = await talk("q2", "/code", "/code 3", f"/code 2 {file}", "/code 1", "/copy")
-    assert "1. a = 1, 2 lines\n2. ls, 1 lines\n/code NUMBER copies one, /code NUMBER FILE saves it\n" in text
+    assert "1. a = 1, 2 lines\n2. ls, 1 line\n/code NUMBER copies one, /code NUMBER FILE saves it\n" in text
     assert "error: there is no block 3" in text
     assert f"written to {file}\n" in text
     assert file.read_text() == "ls\n"

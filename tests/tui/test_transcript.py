@@ -300,3 +300,8 @@ def test_the_package_reads_no_environment() -> None:
 def test_a_folded_answer_that_begins_with_code_shows_its_first_line() -> None:
     (line,) = FoldedRow("```python\ndef add(a, b):\n    return a + b\n```\n").draw(80, PALETTE)
     assert line.text.plain == "▸ def add(a, b):  4 lines"
+
+
+def test_a_folded_answer_tells_its_lines_of_the_screen() -> None:
+    (line,) = FoldedRow("word " * 100).draw(60, PALETTE)
+    assert line.text.plain.endswith("…  9 lines")

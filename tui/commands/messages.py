@@ -159,7 +159,7 @@ async def save_text(face: Face, title: str, name: str, text: str, proposed: str 
 
 def _outline(code: str) -> tuple[str, str]:
     lines = code.strip("\n").split("\n")
-    return lines[0].strip()[:50] or "(empty)", f"{len(lines)} lines"
+    return lines[0].strip()[:50] or "(empty)", f"{len(lines)} line{'' if len(lines) == 1 else 's'}"
 
 
 def message_of(face: Face, argument: str) -> Message | None:

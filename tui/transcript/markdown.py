@@ -17,7 +17,7 @@ from rich.style import Style
 from rich.text import Text
 
 from edgelm.chats.formulas import keep_formulas
-from edgelm.tui.lines import ACT, LINK, Line, clean, indent, wrap_cells, wrap_words
+from edgelm.tui.lines import ACT, HELD_SPACE, LINK, Line, clean, indent, wrap_cells, wrap_words
 from edgelm.tui.palette import Palette
 from edgelm.tui.transcript.drafted import Tint
 from edgelm.tui.transcript.maths import formula_text
@@ -35,6 +35,7 @@ MAX_LEXED_CHARS = 40_000  # pygments takes about 100 ms for it
 
 
 _ADDRESS = re.compile(r"\w+:|www\.|\S+\.\w{2,}(?:/|$)")  # a label that looks like an address
+MAX_HELD = 24  # characters of a formula that is not broken over two lines
 FORMULA = "formula"  # the type of a token
 
 
@@ -245,7 +246,8 @@ class Renderer:
         if (shown := formula_text(source)) is None:
             self._append(text, source, style + self._palette.muted)
             return
-        text.append(clean(shown), style)
+        shown = clean(shown)
+        text.append(shown.replace(" ", HELD_SPACE) if len(shown) <= MAX_HELD else shown, style)
         if self._tint is not None:
             self._tint.skip(source)
 
