@@ -161,10 +161,9 @@ def logits_view(context: Any, rows: int, num_vocab: int) -> NDArray[np.float32]:
     return _view(_get_logits(context), rows, num_vocab)
 
 
-@functools.lru_cache(
-    maxsize=8
-)  # most steps have their logits in one place, and to make a view takes as long as to find a token
+@functools.lru_cache(maxsize=8)
 def _view(address: int, rows: int, num_vocab: int) -> NDArray[np.float32]:
+    """Return a view of floats. It is kept: to make one takes as long as to find the greatest of them."""
     memory = (ctypes.c_float * (rows * num_vocab)).from_address(address)
     view: NDArray[np.float32] = np.ctypeslib.as_array(memory).reshape(rows, num_vocab)
     return view

@@ -27,9 +27,7 @@ CHECK_S = 0.2  # between two looks at the load; the kernel counts in hundredths 
 SPIN_US = 2000  # longer than the host's work between two steps
 # Cores that others use, beyond those that our threads leave free. Between the two, nothing changes.
 BUSY_ABOVE, QUIET_BELOW = 0.4, 0.25
-SLEEPING = (
-    0.56  # of their share of the cores is what threads that sleep make of it, in prompts: they wait for the last one
-)
+SLEEPING = 0.56  # what threads that sleep make of their share of the cores in prompts: they wait for each other
 DECODE_TOKENS = 16  # of a step; one with more has a prompt
 STREAK = 8  # steps of one length before a trial: short runs are measured by others (engine/step_times.py)
 TRIAL_ROUNDS = 2
@@ -187,7 +185,8 @@ class Pace:
         one, half = Setting(1, spin=True), Setting(max(self._count // 2, 1), spin=True)
         if not self._busy:
             return list(dict.fromkeys([Setting(self._count, spin=True), half, one]))
-        free = Setting(max(1, self._count - round(self._beyond)), spin=True)  # spinning threads need cores of their own
+        taken = math.ceil(self._beyond - QUIET_BELOW)  # spinning threads need cores of their own
+        free = Setting(max(1, self._count - taken), spin=True)
         settings = [free, one]
         if self._threads.can_sleep:
             shared = SLEEPING * self._count**2 / (self._count + self._beyond)  # each thread gets its share of the cores

@@ -169,8 +169,10 @@ def test_cores_that_no_thread_of_ours_needs_may_be_busy(monkeypatch: pytest.Monk
     ("cores", "others", "setting"),
     [
         (2, 0.0, (2, SPINNING)),
+        (2, 0.45, (1, SPINNING)),
         (2, 1.0, (1, SPINNING)),
         (2, 2.0, (1, SPINNING)),
+        (4, 1.45, (2, SPINNING)),
         (8, 1.0, (7, SPINNING)),
         (8, 4.0, (4, SPINNING)),
         (8, 6.0, (8, SLEEPING)),  # a share of all the cores is more than the two that are free
