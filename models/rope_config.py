@@ -104,13 +104,13 @@ def folder_rope(values: Values, head_dim: int, context: int, *, local: bool, sec
     rope = Values(parameters, values.source, defaults={"rope_theta": theta})
     if rope.get("mrope_section") is not None and not sections:
         raise ModelError("positions of images (mrope) are not supported")
-    found = _stretched(rope, values, head_dim, context)
+    rope_config = _stretched(rope, values, head_dim, context)
     if not sections:
-        return found
+        return rope_config
     pairs = tuple(map(int, rope.positive_numbers("mrope_section")))
     if len(pairs) not in (0, 3):
         raise values.damaged(f"mrope_section has {len(pairs)} numbers, but must have 3")
-    return replace(found, sections=pairs)
+    return replace(rope_config, sections=pairs)
 
 
 def _stretched(rope: Values, values: Values, head_dim: int, context: int) -> RopeConfig:

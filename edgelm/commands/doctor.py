@@ -359,7 +359,7 @@ def _gpu(places: Places, engines: Engines) -> Finding:
 def _in_use(state: CudaState) -> str:
     """Describe the GPU that our kernels run on, and name those that they leave alone."""
     gpus = usable_gpus()
-    own, others = split_used(gpus, state.name)
+    own, others = split_used(gpus, state)
     text = f"{state.name}, {_gib(state.free_bytes)} of {_gib(state.total_bytes)} GiB free"
     if own and own.driver:
         text += f", driver {own.driver}"

@@ -336,7 +336,7 @@ def _print(
         unused = "" if device.name in placement.devices else "; not used"
         room = f"{_gib(device.free_bytes)} of {_gib(device.total_bytes)} free"
         console.print(escape(f"{device.name}, {device.description}: {room}{unused}"), soft_wrap=True)
-    own, others = split_used(gpus, choice.cuda.name) if choice.cuda else (None, gpus)
+    own, others = split_used(gpus, choice.cuda) if choice.cuda else (None, gpus)
     if choice.cuda:  # what the plan was made with; nvidia-smi tells no memory where it is the processor's
         room = f"{_gib(choice.cuda.free_bytes)} of {_gib(choice.cuda.total_bytes)} free"
         console.print(escape(f"{choice.cuda.name}: {room}"), soft_wrap=True)

@@ -234,11 +234,16 @@ class PagedKV:
     def flush_idle(self) -> None:
         if self._store is None:
             return
-        recent_first = [(digests, False) for digests in self._idle_prefixes()]
-        shared = [(digests, True) for digests in self._shared.kept() if self._reusable.keys() >= set(digests)]
-        for digests, is_shared in [*recent_first[:1], *shared, *recent_first[1:]]:  # time may be short
+        recent_first = list(self._idle_prefixes())
+        shared = [chain for chain in self._shared.kept() if self._reusable.keys() >= set(chain)]
+        shared_ends = {chain[length - 1] for chain in shared for length in self._kept_lengths(chain)}
+        queued: set[bytes] = set()  # the ends, as several prefixes have those of their common beginning
+        for digests in [*recent_first[:1], *shared, *recent_first[1:]]:  # time may be short
             for length in self._kept_lengths(digests):
-                self._keep(digests[:length], is_shared)
+                end = digests[length - 1]
+                if end not in queued:
+                    queued.add(end)
+                    self._keep(digests[:length], end in shared_ends)
 
     def take_ops(self) -> tuple[Op, ...]:
         self._taken, self._ops = tuple(self._ops), []

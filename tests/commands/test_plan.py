@@ -129,6 +129,11 @@ ONE_GPU = "our own kernels use one GPU, CUDA_VISIBLE_DEVICES chooses"
             ["RTX 3090: 22.00 GiB of 24.00 GiB free", f"RTX 3090: 5.00 GiB of 24.00 GiB free; not used: {ONE_GPU}"],
         ),
         (
+            [Gpu("A100", 80 * GIB, 9 * GIB, uuid="GPU-1a"), Gpu("A100", 80 * GIB, 79 * GIB, uuid="GPU-2b")],
+            CudaState("", "", "A100", 8 * GIB, 80 * GIB, uuid="1a"),
+            ["A100: 8.00 GiB of 80.00 GiB free", f"A100: 79.00 GiB of 80.00 GiB free; not used: {ONE_GPU}"],
+        ),
+        (
             [Gpu("NVIDIA GB10", 0, 0)],
             CudaState("", "", "NVIDIA GB10", 100 * GIB, 119 * GIB),
             ["NVIDIA GB10: 100.00 GiB of 119.00 GiB free"],

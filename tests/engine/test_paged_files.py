@@ -220,6 +220,16 @@ def test_a_conversation_with_states_continues_after_a_restart() -> None:
     assert loop.ask([1] * 260).cached == 0
 
 
+def test_states_of_a_common_beginning_are_written_once() -> None:
+    loop = Disk(**RECURRENT | {"context": 4096, "capacity": 16384, "num_states": 12})
+    for token in range(10, 14):
+        loop.ask([*[7, 8] * 400, *[token] * 300])
+    stored = [(tuple(op.tokens), op.shared) for op in loop.flush_idle() if isinstance(op, Store)]
+    assert [(len(tokens), shared) for tokens, shared in stored[:3]] == [(1104, False), (800, True), (1072, False)]
+    assert len({tokens for tokens, _ in stored}) == len(stored) == 9
+    assert loop.flush_idle() == []
+
+
 def test_a_damaged_file_of_a_state_is_computed_again() -> None:
     loop = Disk(**RECURRENT)
     first = loop.ask([1] * 300)

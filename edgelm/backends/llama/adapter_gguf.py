@@ -68,6 +68,9 @@ def changes_of(model: GGUF, adapter: Adapter) -> dict[str, list[Change]]:
         if place is None or place.layer >= shape.num_layers:
             message = f"{adapter.name} changes {shown(layer.module)}, which {model.name} does not have"
             raise ModelError(message, OTHER_MODEL)
+        if place.field not in _LAYERS and place.name in model.tensors:  # in another order, or no matrix there
+            message = f"{adapter.name} changes {shown(layer.module)}, which edgelm cannot apply beside a GGUF"
+            raise ModelError(message, MERGE)
         heads = {"q": shape.num_heads, "k": shape.num_kv_heads}.get(place.field) if family.gguf_interleaved else None
         change = Change(layer, place.expert, heads[place.layer] if heads else 0)
         changes.setdefault(place.name, []).append(change)
@@ -113,7 +116,7 @@ class _Names:
             (field.name, re.compile(_pattern(plain_name(getattr(names, field.name)))))
             for names in dict.fromkeys(folder.folder_names for folder in folders)
             for field in fields(names)
-            if field.name in _LAYERS and getattr(names, field.name) and getattr(self._gguf, field.name)
+            if getattr(names, field.name) and getattr(self._gguf, field.name)
         ]
 
     def find(self, module: str) -> _Place | None:

@@ -112,9 +112,16 @@ def context_bytes() -> int:
     if not before or torch.cuda.is_initialized():
         return 0
     free, _ = torch.cuda.mem_get_info(0)
-    uuid = str(getattr(torch.cuda.get_device_properties(0), "uuid", ""))
+    uuid = _uuid()
     was_free = next((free_bytes for name, free_bytes in before.items() if uuid and name.endswith(uuid)), free)
     return max(0, was_free - free)
+
+
+def _uuid() -> str:
+    """Return the UUID of CUDA's first GPU, as nvidia-smi ends it; empty: this torch does not tell it."""
+    import torch
+
+    return str(getattr(torch.cuda.get_device_properties(0), "uuid", ""))
 
 
 def _check_gpu() -> CudaState:
@@ -133,13 +140,14 @@ def _check_gpu() -> CudaState:
         name = torch.cuda.get_device_name(0)
         capability = torch.cuda.get_device_capability(0)
         free, total = torch.cuda.mem_get_info(0)
+        uuid = _uuid()
     except (RuntimeError, torch.cuda.DeferredCudaCallError) as error:  # the latter while CUDA starts
         return CudaState(f"the GPU does not answer: {str(error).splitlines()[0]}", "see what nvidia-smi says")
     if capability < MIN_CAPABILITY:
         return CudaState(
             "the GPU is older than the Ampere generation (sm_80)", "llama.cpp runs on it", name, free, total
         )
-    return CudaState("", "", name, free, total, context)
+    return CudaState("", "", name, free, total, context, uuid=uuid)
 
 
 def _unusable(warning: str, torch_version: str, cuda_version: str) -> CudaState:

@@ -57,6 +57,7 @@ class CudaState:
     total_bytes: int = 0
     context_bytes: int = 0  # of that context; 0: not known
     old_driver: bool = False  # the problem is the driver's age
+    uuid: str = ""  # of `name`, without what the driver's tool begins it with; empty: torch does not tell it
 
 
 class Gpu(NamedTuple):
@@ -201,9 +202,11 @@ def usable_gpus() -> list[Gpu]:
     return named or [gpu for index, gpu in enumerate(whole) if any(_is_named(gpu, index, name) for name in names)]
 
 
-def split_used(gpus: Sequence[Gpu], name: str) -> tuple[Gpu | None, list[Gpu]]:
-    """Return the GPU that CUDA calls by a name, the freest of equal ones, and the others."""
-    own = max((gpu for gpu in gpus if gpu.name == name), key=lambda gpu: gpu.free_bytes, default=None)
+def split_used(gpus: Sequence[Gpu], state: CudaState) -> tuple[Gpu | None, list[Gpu]]:
+    """Return the GPU that our kernels run on, and the others. Without a UUID it is the freest one of that name."""
+    same = [gpu for gpu in gpus if state.uuid and gpu.uuid.endswith(state.uuid)]
+    same = same or [gpu for gpu in gpus if gpu.name == state.name]
+    own = max(same, key=lambda gpu: gpu.free_bytes, default=None)
     if own is None and len(gpus) == 1:  # CUDA names a part of a GPU, and the driver's tool another way
         own = gpus[0]
     return own, [gpu for gpu in gpus if gpu is not own] if own else []

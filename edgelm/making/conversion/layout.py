@@ -254,8 +254,8 @@ class _Planner:
     def _delta_net(self, i: int, sizes: DeltaSizes) -> Iterator[OutTensor]:
         """Yield a gated delta net. llama.cpp has value head h read the key head h modulo their number."""
         ours, theirs, width = self.ours, self.theirs, self.config.hidden_size
-        heads, each = sizes.num_value_heads, sizes.num_value_heads // sizes.num_key_heads
-        order = tuple(key * each + j for j in range(each) for key in range(sizes.num_key_heads))
+        heads, per_key = sizes.num_value_heads, sizes.num_value_heads // sizes.num_key_heads
+        order = tuple(key * per_key + j for j in range(per_key) for key in range(sizes.num_key_heads))
         keys, conv = sizes.channels - sizes.value_width, ours.delta_conv.format(i=i)
 
         def rows(name: str, their: str, first: int, of_head: int, columns: int) -> OutTensor:

@@ -180,7 +180,7 @@ def _hessian_bytes(model: Safetensors, sources: Mapping[str, Source], sites: lis
 
 def _stacked(config: ModelConfig, model: Safetensors, names: Mapping[str, str]) -> dict[str, Source]:
     """Return the matrices of experts that are two tensors in a layer, which become separate ones."""
-    ours, found = config.names, {}
+    ours, matrices = config.names, {}
     for i in range(len(config.layers)):
         gate_up = ours.expert_gate_then_up.format(i=i)
         if gate_up not in names or config.experts is None:
@@ -195,5 +195,5 @@ def _stacked(config: ModelConfig, model: Safetensors, names: Mapping[str, str]) 
                 (ours.expert_down, down, slice(None)),
             ):
                 stem = pattern.format(i=i, e=e)
-                found[stem] = Source(names[tensor], prefix + stem.removeprefix("model."), e, rows)
-    return found
+                matrices[stem] = Source(names[tensor], prefix + stem.removeprefix("model."), e, rows)
+    return matrices

@@ -243,6 +243,25 @@ def test_an_adapter_that_cannot_be_used_is_one_line(
     assert not list(tmp_path.glob("adapters/*"))
 
 
+@pytest.mark.parametrize(
+    ("name", "layer", "message"),
+    [
+        ("qwen3_5", "0.linear_attn.in_proj_qkv", "beside a GGUF; merge it into the model's folder"),
+        ("qwen3_5", "0.linear_attn.out_proj", "beside a GGUF; merge it into the model's folder"),
+        ("qwen3_5", "3.linear_attn.out_proj", "does not have; give an adapter that was trained on this model"),
+        ("qwen3_5", "9.linear_attn.out_proj", "does not have; give an adapter that was trained on this model"),
+        ("qwen3_5_moe", "0.linear_attn.in_proj_b", "beside a GGUF; merge it into the model's folder"),
+        ("qwen3_5_moe", "0.mlp.shared_expert_gate", "beside a GGUF; merge it into the model's folder"),
+    ],
+)
+def test_a_layer_that_only_merging_can_change_says_so(tmp_path: Path, name: str, layer: str, message: str) -> None:
+    base = write_gguf(tiny_models.build(name), tmp_path / "base.gguf")
+    folder = write_adapter(tmp_path / "adapter", {f"model.layers.{layer}": (64, 64)})
+    with pytest.raises(ModelError) as error:
+        found(base, tmp_path, str(folder))
+    assert message in str(error.value)
+
+
 def test_a_cut_file_is_one_line(llama: tuple[Any, Path], tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "adapter", {Q: (128, 64)})
     file = folder / "adapter_model.safetensors"

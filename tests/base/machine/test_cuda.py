@@ -6,6 +6,7 @@ import os
 import subprocess
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ def mock_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> No
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU X")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (7, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1a2b"))
 
 
 def test_without_a_driver_no_package_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,6 +78,7 @@ def test_only_gpus_from_ampere_on(
     state = find_cuda(driver)
     assert (state.problem == "") is fine
     assert (state.name, state.free_bytes, state.total_bytes) == ("GPU X", 7, 9)
+    assert state.uuid == ("1a2b" if fine else "")
 
 
 def test_this_build_of_torch(driver: tuple[str, ...]) -> None:

@@ -9,12 +9,14 @@ import pytest
 
 from edgelm.base.machine import gpu
 from edgelm.base.machine.gpu import (
+    CudaState,
     Gpu,
     StandingGpu,
     compute_capabilities,
     driver_place,
     llama_backend,
     nvidia_gpus,
+    split_used,
     standing_gpu,
     usable_gpus,
 )
@@ -147,6 +149,24 @@ def test_only_visible_gpus_are_ours(visible: str | None, names: str, monkeypatch
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert "".join(one.name for one in usable_gpus()) == names
+
+
+@pytest.mark.parametrize(
+    ("names", "name", "uuid", "own"),
+    [
+        ("AA", "A", "0", 0),  # not the freest one: the user has ordered them
+        ("AA", "A", "1", 1),
+        ("AA", "A", "", 1),  # torch does not tell it
+        ("AB", "A", "7", 0),  # a part of a GPU may have another UUID in CUDA
+        ("AB", "C", "", None),
+        ("A", "C", "", 0),
+    ],
+)
+def test_the_gpu_of_our_kernels_is_known_by_its_uuid(names: str, name: str, uuid: str, own: int | None) -> None:
+    gpus = [Gpu(letter, 80, 10 + index, "", f"GPU-{index}") for index, letter in enumerate(names)]
+    used, others = split_used(gpus, CudaState("", "", name, uuid=uuid))
+    assert used == (None if own is None else gpus[own])
+    assert others == ([] if own is None else [gpu for gpu in gpus if gpu is not used])
 
 
 CONTAINER = "this container was started without it"

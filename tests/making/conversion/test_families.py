@@ -120,11 +120,20 @@ def test_types_are_kept_or_chosen(tmp_path: Path) -> None:
             assert error <= {"F16": 1e-3, "Q8_0": 2e-2}.get(stored, 0) * np.abs(plain[name]).max(), (to, name)
 
 
-def test_a_change_is_made_before_rows_are_permuted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("llama2", "model.layers.1.self_attn.q_proj.weight"),
+        ("qwen3_5", "model.layers.1.linear_attn.in_proj_qkv.weight"),
+        ("qwen3_5", "model.layers.1.linear_attn.out_proj.weight"),  # its columns are put in order
+        ("qwen3_5_moe", "model.layers.1.mlp.shared_expert_gate.weight"),
+    ],
+)
+def test_a_change_is_made_before_rows_are_permuted(tmp_path: Path, model: str, name: str) -> None:
     """The seam for adapters: rows of the folder's own tensors, in their own order."""
-    folder = folder_of("llama2", tmp_path / "folder")
-    delta = np.random.default_rng(0).normal(size=(128, 64)).astype(np.float32)
-    name = "model.layers.1.self_attn.q_proj.weight"
+    folder = folder_of(model, tmp_path / "folder")
+    shape = load_file(folder / "model.safetensors")[name].shape
+    delta = np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
     def change(tensor: str, rows: NDArray[np.float32], first: int) -> NDArray[np.float32]:
         return rows + delta[first : first + len(rows)] if tensor == name else rows
