@@ -34,7 +34,7 @@ class MtpDrafter:
 
     def begin(self, seq: Sequence) -> None:
         if self._heads and seq.params.draft in ("auto", "mtp"):
-            self._drafts[seq.id] = Draft()
+            self._drafts[seq.id] = Draft(len(seq.tokens))
             self._heads.begin(seq.id)
 
     def propose(self, seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
@@ -42,8 +42,9 @@ class MtpDrafter:
         if draft is None or heads is None or forced:  # no hidden state is known behind forced tokens
             return []
         step_cost = self._step_cost()
-        if not self._confidence.may_pay(draft, marginal_cost[0], step_cost):
+        if not self._confidence.may_pay(draft, len(seq.tokens), marginal_cost[0], step_cost):
             return []
+        draft.last_try = len(seq.tokens)
         token: int | None = None
 
         def next_token() -> tuple[int, float]:
@@ -64,7 +65,10 @@ class MtpDrafter:
             return []
 
     def missed_draft_cost(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
-        """Return more than any step saves, because there is a draft after every token."""
+        """Return more than any step saves, because there is a draft after every token; 0 where there is none."""
+        draft, length = self._drafts.get(seq.id), len(seq.tokens) + 1
+        if draft is None or not self._confidence.may_pay(draft, length, marginal_cost[0], self._step_cost()):
+            return 0.0
         return math.inf
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
