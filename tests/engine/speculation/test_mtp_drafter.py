@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from edgelm.base.errors import EngineError
+from edgelm.base.errors import EngineError, OutOfMemoryError
 from edgelm.base.sampling import DraftChoice, SamplingParams
 from edgelm.engine.core import NOT_A_TOKEN, Sequence
 from edgelm.engine.speculation.confidence import RETRY_EVERY
@@ -22,6 +22,8 @@ DEAR = [1.0] * 8
 
 class Sure:
     """Heads that say 1, 2, 3, … until `end`; they fail in the call with the number `fails_at`."""
+
+    error: EngineError = EngineError("no")
 
     def __init__(self, last: int = 100, fails_at: int = -1) -> None:
         self.followed: set[int] = set()
@@ -39,7 +41,7 @@ class Sure:
     def next(self, seq_id: int, token: int) -> tuple[int, float]:
         self.num_calls += 1
         if self.num_calls == self.fails_at:
-            raise EngineError("no")
+            raise self.error
         return (token + 1, 0.99) if token < self.last else (NOT_A_TOKEN, 0.0)
 
 
@@ -95,7 +97,21 @@ def test_heads_that_fail_are_not_used_any_more_and_no_answer_fails() -> None:
     assert drafter.propose(seq, CHEAP) == []
     assert drafter.propose(seq, CHEAP) == []
     assert heads.num_calls == 2
+    assert not heads.followed
     drafter.end(seq)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_heads_without_memory_draft_again_in_the_next_step(fails_at: int) -> None:
+    heads = Sure(fails_at=fails_at)
+    heads.error = OutOfMemoryError("the memory of the GPU is used up")
+    drafter = MtpDrafter(heads, lambda: 1.0)
+    seq = begun(drafter)
+    assert drafter.propose(seq, CHEAP[:3]) == []
+    drafter.observe(seq, 0, 0)
+    assert drafter.propose(seq, CHEAP[:3]) == [1, 2, 3]
+    drafter.end(seq)
+    assert not heads.followed
 
 
 def test_the_end_of_a_sequence_forgets_it() -> None:
