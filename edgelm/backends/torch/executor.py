@@ -140,6 +140,7 @@ class TorchExecutor:
         self._recomputes = options.recomputes
         self._splits_steps = False  # not while loading: there, a smaller context is better
         self._in_parts, self._next_in_parts = 0, NUM_IN_PARTS  # steps, of a model with recurrent states
+        self._whole_tokens = PART_TOKENS  # of a step that is not computed in parts meanwhile
         try:
             with gpu_errors():
                 self._allocate(decoder, options, cache_format, reports, head)
@@ -281,15 +282,15 @@ class TorchExecutor:
 
         Raises OutOfMemoryError, after which other steps may run, and DeviceError, after which none can. A step that
         needs too much memory is computed in parts. Recurrent states cannot be moved a second time: LostStepError if the
-        owner recomputes, and from then on such steps are computed in parts at once, for a while.
+        owner recomputes, and from then on steps as large are computed in parts at once, for a while.
         """
         for op in step.ops:
             self._apply(op)
         if not step.chunks:
             return
         self._check(step)
-        if self._in_parts and self._needs_memory(step):
-            self._in_parts -= step.num_tokens > PART_TOKENS
+        if self._in_parts and step.num_tokens > self._whole_tokens and self._needs_memory(step):
+            self._in_parts -= 1
             self._logits = self._forward_in_parts(step)
             return
         try:
@@ -306,6 +307,7 @@ class TorchExecutor:
             torch.cuda.empty_cache()
         if moved:
             self._in_parts, self._next_in_parts = self._next_in_parts, 2 * self._next_in_parts
+            self._whole_tokens = min(PART_TOKENS, step.num_tokens - 1)
             raise LostStepError(f"{message} by a step of {step.num_tokens} tokens")
         log.warning("%s: a step of %d tokens is computed in parts", message, step.num_tokens)
         self._logits = self._forward_in_parts(step)

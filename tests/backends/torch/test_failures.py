@@ -20,10 +20,10 @@ from edgelm.backends.torch import self_check
 from edgelm.backends.torch.executor import TorchExecutor, parts_of
 from edgelm.backends.torch.failures import LESS, NOT_COMPILED, OTHER_PROGRAMS, TRY_AGAIN, gpu_errors
 from edgelm.base.config import Settings
-from edgelm.base.errors import DeviceError, EngineError, OutOfMemoryError
+from edgelm.base.errors import DeviceError, EngineError, LostStepError, OutOfMemoryError
 from edgelm.base.places import Places
 from edgelm.base.workers.messages import EngineJob
-from edgelm.engine.core import Chunk, SamplingParams, Sequence, Step
+from edgelm.engine.core import Chunk, SamplingParams, Sequence, StateSpan, Step
 from edgelm.evaluation import evaluate
 from edgelm.kernels.choice import NoKernelError
 from edgelm.models.decoder import Decoder
@@ -301,6 +301,48 @@ def test_whole_steps_are_tried_again_after_a_while(
             assert len(asyncio.run(answer(engine, [first, *PROMPTS[0]]))) == 6
     assert caplog.text.count("all running requests are computed again") > 1
     assert memory.sizes.count(max(memory.sizes)) > 1
+
+
+def test_small_steps_behind_a_lost_one_are_whole(recurrent: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = LateShortage(64, monkeypatch)
+    executor = make_executor(recurrent, capacity=512, recomputes=True)
+    seqs = [Sequence(i, [5] * 80, 80, SamplingParams()) for i in range(2)]
+
+    def run(start: int, count: int, *numbers: int) -> None:
+        spans = [(seqs[i], StateSpan(i, start, start + count), tuple(range(8 * i, 8 * i + 8))) for i in numbers]
+        executor.forward(Step(tuple(Chunk(seq, start, [5] * count, 1, kv, span) for seq, span, kv in spans)))
+
+    with pytest.raises(LostStepError):
+        run(0, 70, 0)
+    memory.sizes.clear()
+    run(0, 70, 0)
+    run(0, 70, 1)
+    for length in range(70, 75):
+        run(length, 1, 0, 1)
+    assert memory.sizes == [64, 6, 64, 6, 2, 2, 2, 2, 2]
+
+
+def test_a_small_step_that_was_lost_is_computed_in_parts(
+    recurrent: Decoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(recurrent) as engine:
+        plain = [asyncio.run(answer(engine, prompt, 30)) for prompt in PROMPTS]
+    forward = TorchExecutor._forward
+
+    failures = iter(range(9))
+
+    def short(executor: TorchExecutor, step: Step) -> Any:
+        if len(step.chunks) > 1 and step.num_tokens < 9 and next(failures, None) is not None:
+            raise OutOfMemoryError(USED_UP)
+        return forward(executor, step)
+
+    async def ask(engine: Any) -> list[list[int]]:
+        return list(await asyncio.gather(*(answer(engine, prompt, 30) for prompt in PROMPTS)))
+
+    monkeypatch.setattr(TorchExecutor, "_forward", short)
+    with running(recurrent, capacity=1024) as engine:
+        assert asyncio.run(ask(engine)) == plain
+    assert 1 <= caplog.text.count("all running requests are computed again") <= 2, "3 tokens, then 2"
 
 
 def test_an_answer_with_states_that_needs_too_much_in_any_case_fails_alone(
