@@ -65,15 +65,18 @@ class FollowedHeads(Generic[Row]):
 
     def wanted(self, chunk: Chunk) -> int:
         """Return how many hidden states before the sampled rows of a chunk are read: those of the end of a prompt."""
-        if chunk.seq.id not in self._followed:
+        if not self.follows(chunk):
             return 0
         first = max(chunk.start, len(chunk.seq.tokens) - HEADS_WINDOW)
         return max(chunk.end - chunk.rows - first, 0)
 
+    def follows(self, chunk: Chunk) -> bool:
+        return chunk.seq.id in self._followed
+
     def keep(self, chunk: Chunk, hidden: Sequence[Row]) -> None:
-        """Keep the hidden states of the last rows of a chunk that the model has run."""
-        if hidden and (followed := self._followed.get(chunk.seq.id)):
-            followed.take(chunk.end - len(hidden), hidden)
+        """Keep the hidden states of the last rows of a followed chunk that the model has run."""
+        if hidden:
+            self._followed[chunk.seq.id].take(chunk.end - len(hidden), hidden)
 
     def begin(self, seq_id: int) -> None:
         if self._free_slots and seq_id not in self._followed:

@@ -59,12 +59,13 @@ class LlamaHeads(FollowedHeads[Hidden]):
     def take(self, chunks: Sequence[Chunk]) -> None:
         """Keep the hidden states of chunks that the model has run. Heads begin anew behind a picture."""
         num_rows = sum(len(chunk.tokens) if self._all_rows else chunk.rows for chunk in chunks)
-        if not num_rows or not self._followed:
+        if not num_rows or not any(map(self.follows, chunks)):
             return
         hidden, start = self._states(self._target, num_rows), 0
         for chunk in chunks:
             count = len(chunk.tokens) if self._all_rows else chunk.rows
-            self.keep(chunk, list(hidden[start : start + count][-HEADS_WINDOW:].copy()))
+            if self.follows(chunk):
+                self.keep(chunk, list(hidden[start : start + count][-HEADS_WINDOW:].copy()))
             start += count
 
     def set_threads(self, count: int) -> None:

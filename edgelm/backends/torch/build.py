@@ -233,7 +233,9 @@ def _executor(
     """Make the executor; if its memory cannot be allocated, retry with half the context."""
     context = option.context
     while (
-        executor := _try_executor(decoder, settings, option.kv, context, step_tokens, tuned, store, reports, head)
+        executor := _try_executor(
+            decoder, settings, option.kv, context, step_tokens, tuned, store, reports, head, recomputes=True
+        )
     ) is None:
         if (settings.ctx is not None and not settings.ctx_is_default) or context // 2 < MIN_CONTEXT:
             device = device_name(decoder.device)
@@ -253,6 +255,8 @@ def _try_executor(
     store: SnapshotStore | None = None,
     reports: Reports = LOGGED,
     head: NextHead | None = None,
+    *,
+    recomputes: bool = False,
 ) -> TorchExecutor | None:
     """Make an executor; None if its memory cannot be allocated. Raises EngineError for other failures."""
     options = TorchOptions(
@@ -265,6 +269,7 @@ def _try_executor(
         repeatable=settings.repeatable,
         graphs=settings.graphs and not PLAIN_OPS - {PDL},  # the plain version of an op may wait for the device
         tuned=tuned,
+        recomputes=recomputes,
     )
     try:
         return TorchExecutor(decoder, options, store, reports, head)

@@ -79,6 +79,7 @@ class TorchOptions:
     max_rows: int = MAX_ROWS
     graphs: bool = True
     repeatable: bool = False  # prompts are computed by the kernels that decode; with at most ROWS tokens in a step
+    recomputes: bool = False  # the owner computes the running sequences again after a LostStepError
     runs_ahead: bool | None = None  # None: on a GPU, where dropping a step costs less than waiting
     tuned: Path | None = None  # folder where the fastest configurations of kernels are kept; None: the defaults
 
@@ -136,8 +137,10 @@ class TorchExecutor:
         self._buffers: StepBuffers | None = None
         self._graphs: Graphs | None = None
         self._heads: TorchHeads | None = None
+        self._recomputes = options.recomputes
         self._splits_steps = False  # not while loading: there, a smaller context is better
         self._in_parts, self._next_in_parts = 0, NUM_IN_PARTS  # steps, of a model with recurrent states
+        self._whole_tokens = PART_TOKENS  # of a step that is not computed in parts meanwhile
         try:
             with gpu_errors():
                 self._allocate(decoder, options, cache_format, reports, head)
@@ -278,33 +281,35 @@ class TorchExecutor:
         """Do the ops, then run the chunks.
 
         Raises OutOfMemoryError, after which other steps may run, and DeviceError, after which none can. A step that
-        needs too much memory is computed in parts. Recurrent states cannot be moved a second time: LostStepError, and
-        from then on such steps are computed in parts at once, for a while.
+        needs too much memory is computed in parts. Recurrent states cannot be moved a second time: LostStepError if the
+        owner recomputes, and from then on steps as large are computed in parts at once, for a while.
         """
         for op in step.ops:
             self._apply(op)
         if not step.chunks:
             return
         self._check(step)
-        if self._in_parts and self._needs_memory(step):
-            self._in_parts -= step.num_tokens > PART_TOKENS
+        if self._in_parts and step.num_tokens > self._whole_tokens and self._needs_memory(step):
+            self._in_parts -= 1
             self._logits = self._forward_in_parts(step)
             return
         try:
             self._logits = self._forward(step)
             return
         except OutOfMemoryError as error:
-            if not self._splits_steps or (self._info.num_states and not self._needs_memory(step)):
+            moved = self._info.num_states > 0
+            if not self._splits_steps or (moved and not (self._recomputes and self._needs_memory(step))):
                 raise
             message = error.message
         # Here and not above, where the error would keep the memory of the first try.
-        log.warning("%s: a step of %d tokens is computed in parts", message, step.num_tokens)
         self._logits = torch.empty(0)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        if self._info.num_states:
+        if moved:
             self._in_parts, self._next_in_parts = self._next_in_parts, 2 * self._next_in_parts
-            raise LostStepError(message)
+            self._whole_tokens = min(PART_TOKENS, step.num_tokens - 1)
+            raise LostStepError(f"{message} by a step of {step.num_tokens} tokens")
+        log.warning("%s: a step of %d tokens is computed in parts", message, step.num_tokens)
         self._logits = self._forward_in_parts(step)
 
     def _needs_memory(self, step: Step) -> bool:

@@ -65,13 +65,14 @@ class TorchHeads(FollowedHeads[Tensor]):
 
     def take(self, step: Step) -> None:
         """Keep the hidden states of a step that was launched."""
-        if not self._followed:
+        if not any(map(self.follows, step.chunks)):
             return
         counts = [self.wanted(chunk) for chunk in step.chunks]
         rows = self._hidden[: step.num_rows + sum(counts)].clone().unbind()
         sampled, other = 0, step.num_rows
         for chunk, count in zip(step.chunks, counts, strict=True):
-            self.keep(chunk, [*rows[other : other + count], *rows[sampled : sampled + chunk.rows]])
+            if self.follows(chunk):
+                self.keep(chunk, [*rows[other : other + count], *rows[sampled : sampled + chunk.rows]])
             sampled, other = sampled + chunk.rows, other + count
 
     def warm_up(self) -> Iterator[None]:

@@ -14,19 +14,19 @@ NUM_BUCKETS = 10  # of the confidence
 PRIOR = 8.0  # draft tokens that the prior of a bucket counts as
 DECAY = 0.98  # of a bucket's counts, per verified draft token
 MIN_REACH = 0.02  # a draft ends before tokens that are reached less often
-RETRY_EVERY = 16  # steps, while drafting is not expected to pay
+RETRY_EVERY = 16  # tokens without a draft, while drafting is not expected to pay
 WEIGHT = 0.2  # of the newest observation in an average
 
 
 class Draft:
     """The state of one sequence's drafts."""
 
-    __slots__ = ("confidences", "rate", "skipped")
+    __slots__ = ("confidences", "last_try", "rate")
 
-    def __init__(self) -> None:
+    def __init__(self, length: int) -> None:
         self.confidences: list[float] = []  # of the draft that is being verified
         self.rate = 1.0  # tokens per step of the model
-        self.skipped = 0  # steps in a row without drafting
+        self.last_try = length  # length of the sequence, when it began or was last drafted for
 
 
 class Confidence:
@@ -36,13 +36,13 @@ class Confidence:
         self._accepted = [PRIOR * (bucket + 0.5) / NUM_BUCKETS for bucket in range(NUM_BUCKETS)]
         self._verified = [PRIOR] * NUM_BUCKETS
 
-    def may_pay(self, draft: Draft, row_cost: float, step_cost: float) -> bool:
-        """Tell whether a draft is worth its first step, or one is due again; the costs are in plain steps."""
-        if self._acceptance(1.0) <= (row_cost + step_cost) * draft.rate and draft.skipped < RETRY_EVERY:
-            draft.skipped += 1
-            return False
-        draft.skipped = 0
-        return True
+    def may_pay(self, draft: Draft, length: int, row_cost: float, step_cost: float) -> bool:
+        """Tell whether a draft behind so many tokens is worth its first step, or one is due again.
+
+        The costs are in plain steps.
+        """
+        due = length - draft.last_try > RETRY_EVERY
+        return due or self._acceptance(1.0) > (row_cost + step_cost) * draft.rate
 
     def propose(
         self, draft: Draft, next_token: Callable[[], tuple[int, float]], marginal_cost: Seq[float], step_cost: float

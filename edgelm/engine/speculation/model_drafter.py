@@ -30,9 +30,9 @@ class _Mirror:
     """The draft model's copy of one sequence."""
 
     slot: int
+    draft: Draft
     blocks: list[int] = field(default_factory=list)  # if the executor reads its cache through block tables
     tokens: list[int] = field(default_factory=list)  # whose KV is in the slot
-    draft: Draft = field(default_factory=Draft)
 
 
 class ModelDrafter:
@@ -55,7 +55,7 @@ class ModelDrafter:
 
     def begin(self, seq: Sequence) -> None:
         if self._free_slots and not seq.pictures:  # the draft model does not see them
-            self._mirrors[seq.id] = _Mirror(self._free_slots.pop())
+            self._mirrors[seq.id] = _Mirror(self._free_slots.pop(), Draft(len(seq.tokens)))
 
     def propose(self, seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
         mirror = self._mirrors.get(seq.id)
@@ -66,8 +66,9 @@ class ModelDrafter:
         if max(tokens[len(mirror.tokens) :], default=0) >= self._executor.info.num_vocab:
             return []  # the target's vocabulary has more padding, or more tokens
         step_cost = self._step_cost()
-        if not self._confidence.may_pay(mirror.draft, marginal_cost[0], step_cost):
+        if not self._confidence.may_pay(mirror.draft, len(seq.tokens), marginal_cost[0], step_cost):
             return []
+        mirror.draft.last_try = len(seq.tokens)
         try:
             if not self._catch_up(mirror, tokens):
                 return []
@@ -79,7 +80,10 @@ class ModelDrafter:
             return []
 
     def missed_draft_cost(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
-        """Return more than any step saves, because there is a draft after every token."""
+        """Return more than any step saves, because there is a draft after every token; 0 where there is none."""
+        mirror, length = self._mirrors.get(seq.id), len(seq.tokens) + 1
+        if mirror is None or not self._confidence.may_pay(mirror.draft, length, marginal_cost[0], self._step_cost()):
+            return 0.0
         return math.inf
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from edgelm.base.errors import EngineError
+from edgelm.base.errors import EngineError, OutOfMemoryError
 from edgelm.engine.core import Heads, Sequence
 from edgelm.engine.speculation.confidence import WEIGHT, Confidence, Draft
 
@@ -31,10 +31,11 @@ class MtpDrafter:
         self._drafts: dict[int, Draft] = {}  # by sequence
         self._timed: set[int] = set()  # sequences whose end of the prompt the heads have read
         self._step_s = 0.0
+        self._lacked_memory = False  # in some step: this is logged once
 
     def begin(self, seq: Sequence) -> None:
         if self._heads and seq.params.draft in ("auto", "mtp"):
-            self._drafts[seq.id] = Draft()
+            self._drafts[seq.id] = Draft(len(seq.tokens))
             self._heads.begin(seq.id)
 
     def propose(self, seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
@@ -42,8 +43,9 @@ class MtpDrafter:
         if draft is None or heads is None or forced:  # no hidden state is known behind forced tokens
             return []
         step_cost = self._step_cost()
-        if not self._confidence.may_pay(draft, marginal_cost[0], step_cost):
+        if not self._confidence.may_pay(draft, len(seq.tokens), marginal_cost[0], step_cost):
             return []
+        draft.last_try = len(seq.tokens)
         token: int | None = None
 
         def next_token() -> tuple[int, float]:
@@ -58,13 +60,22 @@ class MtpDrafter:
 
         try:
             return self._confidence.propose(draft, next_token, marginal_cost, step_cost)
+        except OutOfMemoryError as error:  # there may be room in the next step
+            if not self._lacked_memory:
+                log.warning("the heads did not draft: %s", error)
+            self._lacked_memory = True
         except EngineError as error:
             log.warning("the heads are not used any more: %s", error)  # an answer must not fail because its draft did
+            for seq_id in self._drafts:
+                heads.end(seq_id)
             self._heads, self._drafts = None, {}
-            return []
+        return []
 
     def missed_draft_cost(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
-        """Return more than any step saves, because there is a draft after every token."""
+        """Return more than any step saves, because there is a draft after every token; 0 where there is none."""
+        draft, length = self._drafts.get(seq.id), len(seq.tokens) + 1
+        if draft is None or not self._confidence.may_pay(draft, length, marginal_cost[0], self._step_cost()):
+            return 0.0
         return math.inf
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 
@@ -246,6 +247,19 @@ def test_heads_in_a_file_of_their_own_draft_as_those_in_the_model_s(arch: Odd, t
             fed.compute(tokens)
             drafts.append(fed.draft(9))
     assert drafts[0] == drafts[1]
+
+
+def test_no_hidden_state_of_a_sequence_that_is_not_followed_is_copied(model: Files) -> None:
+    with loaded(model) as executor:
+        heads: Any = executor.heads
+        heads.begin(0)
+        kept = []
+        with patch.object(heads, "keep", lambda chunk, hidden: kept.append((chunk.seq.id, len(hidden)))):
+            seqs = [Sequence(number, [5] * 40, 40, SamplingParams()) for number in range(2)]
+            executor.forward(Step(tuple(Chunk(seq, 0, seq.tokens, 1, seq.id) for seq in seqs)))
+            assert kept == [(0, HEADS_WINDOW)]
+            with patch.object(heads, "_states", lambda *_: pytest.fail("read for nobody")):
+                executor.forward(Step((Chunk(seqs[1], 40, [5], 1, 1),)))
 
 
 def test_nothing_is_drafted_without_hidden_states(model: Files) -> None:

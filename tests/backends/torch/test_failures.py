@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import subprocess
 import weakref
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -13,10 +15,16 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from edgelm.backends.build import build
+from edgelm.backends.torch import self_check
 from edgelm.backends.torch.executor import TorchExecutor, parts_of
 from edgelm.backends.torch.failures import LESS, NOT_COMPILED, OTHER_PROGRAMS, TRY_AGAIN, gpu_errors
-from edgelm.base.errors import DeviceError, EngineError, OutOfMemoryError
-from edgelm.engine.core import Chunk, SamplingParams, Sequence, Step
+from edgelm.base.config import Settings
+from edgelm.base.errors import DeviceError, EngineError, LostStepError, OutOfMemoryError
+from edgelm.base.places import Places
+from edgelm.base.workers.messages import EngineJob
+from edgelm.engine.core import Chunk, SamplingParams, Sequence, StateSpan, Step
+from edgelm.evaluation import evaluate
 from edgelm.kernels.choice import NoKernelError
 from edgelm.models.decoder import Decoder
 from tests.backends.torch.torch_engine import load_gguf, make_executor, running
@@ -277,8 +285,10 @@ def test_answers_with_recurrent_states_survive_a_step_that_needs_too_much_memory
     finally:
         gc.enable()
     assert max(memory.sizes) > 64
-    assert caplog.text.count("is computed in parts") == 1
-    assert "all running requests are computed again" in caplog.text
+    assert re.findall(f"{USED_UP} by a step of .*", caplog.text) == [
+        f"{USED_UP} by a step of {max(memory.sizes)} tokens; all running requests are computed again"
+    ]
+    assert "in parts" not in caplog.text
 
 
 def test_whole_steps_are_tried_again_after_a_while(
@@ -289,8 +299,50 @@ def test_whole_steps_are_tried_again_after_a_while(
     with running(recurrent) as engine:
         for first in range(4):
             assert len(asyncio.run(answer(engine, [first, *PROMPTS[0]]))) == 6
-    assert caplog.text.count("is computed in parts") > 1
+    assert caplog.text.count("all running requests are computed again") > 1
     assert memory.sizes.count(max(memory.sizes)) > 1
+
+
+def test_small_steps_behind_a_lost_one_are_whole(recurrent: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = LateShortage(64, monkeypatch)
+    executor = make_executor(recurrent, capacity=512, recomputes=True)
+    seqs = [Sequence(i, [5] * 80, 80, SamplingParams()) for i in range(2)]
+
+    def run(start: int, count: int, *numbers: int) -> None:
+        spans = [(seqs[i], StateSpan(i, start, start + count), tuple(range(8 * i, 8 * i + 8))) for i in numbers]
+        executor.forward(Step(tuple(Chunk(seq, start, [5] * count, 1, kv, span) for seq, span, kv in spans)))
+
+    with pytest.raises(LostStepError):
+        run(0, 70, 0)
+    memory.sizes.clear()
+    run(0, 70, 0)
+    run(0, 70, 1)
+    for length in range(70, 75):
+        run(length, 1, 0, 1)
+    assert memory.sizes == [64, 6, 64, 6, 2, 2, 2, 2, 2]
+
+
+def test_a_small_step_that_was_lost_is_computed_in_parts(
+    recurrent: Decoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(recurrent) as engine:
+        plain = [asyncio.run(answer(engine, prompt, 30)) for prompt in PROMPTS]
+    forward = TorchExecutor._forward
+
+    failures = iter(range(9))
+
+    def short(executor: TorchExecutor, step: Step) -> Any:
+        if len(step.chunks) > 1 and step.num_tokens < 9 and next(failures, None) is not None:
+            raise OutOfMemoryError(USED_UP)
+        return forward(executor, step)
+
+    async def ask(engine: Any) -> list[list[int]]:
+        return list(await asyncio.gather(*(answer(engine, prompt, 30) for prompt in PROMPTS)))
+
+    monkeypatch.setattr(TorchExecutor, "_forward", short)
+    with running(recurrent, capacity=1024) as engine:
+        assert asyncio.run(ask(engine)) == plain
+    assert 1 <= caplog.text.count("all running requests are computed again") <= 2, "3 tokens, then 2"
 
 
 def test_an_answer_with_states_that_needs_too_much_in_any_case_fails_alone(
@@ -307,6 +359,34 @@ def test_an_answer_with_states_that_needs_too_much_in_any_case_fails_alone(
             assert len(await answer(engine, PROMPTS[0])) == 6
 
     asyncio.run(ask())
+
+
+def test_a_step_with_states_is_no_lost_one_for_those_who_cannot_compute_it_again(
+    recurrent: Decoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The check of the kernels and evaluations run such steps, and build the engine that does recompute."""
+    memory = ShortOfMemory(8, monkeypatch)
+    with pytest.raises(OutOfMemoryError) as failed:
+        evaluate.run_tokens(make_executor(recurrent, max_rows=150), PROMPTS[0])
+    assert failed.value.hint.endswith(LESS)
+    assert self_check._num_kernels(recurrent, torch.device("cpu"), ["f16"], short=False) == 0
+    assert max(memory.sizes) > 64
+    assert not caplog.text
+
+
+def test_the_engine_that_serves_computes_a_lost_step_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_odd(tmp_path / "m.gguf", "qwen35", 3)
+    places = Places({f"EDGELM_{name}_DIR": str(tmp_path / name) for name in ("CONFIG", "DATA", "CACHE", "RUNTIME")})
+    settings = Settings(threads=1, ctx=512, engine="torch", device="cpu", memory=False)
+    loaded = build(EngineJob(model=path, settings=settings), places=places)
+    try:
+        LateShortage(64, monkeypatch)
+        assert len(asyncio.run(answer(loaded.engine, PROMPTS[0]))) == 6
+    finally:
+        loaded.engine.close()
+    assert "all running requests are computed again" in caplog.text
 
 
 @pytest.mark.parametrize("max_tokens", [1, 3, 4, 64])

@@ -21,7 +21,7 @@ from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.torch import heads as heads_module
 from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
-from edgelm.backends.torch.memory import HEADS_LEN, TorchMemory
+from edgelm.backends.torch.memory import TorchMemory
 from edgelm.base.config import Settings
 from edgelm.base.places import Places
 from edgelm.base.workers.messages import EngineJob
@@ -264,16 +264,21 @@ def test_a_draft_depends_on_the_tokens_alone(tmp_path: Path) -> None:
 
 
 def test_the_heads_begin_anew_in_long_texts_and_after_a_pause(model: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads_module, "HEADS_LEN", 3 * HEADS_WINDOW)
+    max_len = 3 * HEADS_WINDOW
+    monkeypatch.setattr(heads_module, "HEADS_LEN", max_len + HEADS_WINDOW)
     rng = random.Random(1)
     executor = executor_of(model)
     fed = Fed(executor, 0)
     fed.compute([rng.randrange(3, 500) for _ in range(300)])
-    for pause in range(120):
-        if pause not in range(20, 60):
+    begins = []
+    for length in range(300, 418):
+        if length not in range(311, 350):
             assert fed.draft(7, count=1)[0][0] != NOT_A_TOKEN
+            begins.append(fed.heads._followed[0].begin)
+            assert length - begins[-1] < max_len
         fed.compute([rng.randrange(3, 500)], [])
-    assert heads_module.HEADS_LEN < HEADS_LEN
+    anew = [300, 350, 350 + max_len - HEADS_WINDOW + 1]
+    assert list(dict.fromkeys(begins)) == [length - HEADS_WINDOW + 1 for length in anew]
 
 
 def test_nothing_is_drafted_without_hidden_states(model: Loaded) -> None:
@@ -283,6 +288,13 @@ def test_nothing_is_drafted_without_hidden_states(model: Loaded) -> None:
     assert executor.heads.first(5, [1, 2]) == (NOT_A_TOKEN, 0.0), "a sequence that never began"
     fed.compute([9, 8, 7])
     assert fed.heads.first(0, [9, 8, 7, 6, 5]) == (NOT_A_TOKEN, 0.0), "a token that was not computed"
+
+
+def test_no_hidden_state_of_a_sequence_that_is_not_followed_is_copied(model: Loaded) -> None:
+    heads: Any = executor_of(model).heads
+    heads.begin(0)
+    heads._hidden = None  # a copy would fail
+    heads.take(Step((Chunk(Sequence(1, [5] * 40, 40, SamplingParams()), 0, [5] * 40, 1, (0, 1)),)))
 
 
 @pytest.mark.usefixtures("fake_cuda")

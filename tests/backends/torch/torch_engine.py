@@ -40,7 +40,7 @@ def make_executor(
 
 @contextmanager
 def running(decoder: Decoder, *, drafter: Drafter | None = None, **options: object) -> Iterator[Engine]:
-    executor = make_executor(decoder, **options)  # type: ignore[arg-type]
+    executor = make_executor(decoder, **{"recomputes": True} | options)  # type: ignore[arg-type]
     clock = StepClock()
     scheduler = Scheduler(executor.info, PagedKV(executor.info, executor.info.block_len), clock, drafter)
     engine = Engine(executor, scheduler, clock).start()

@@ -142,6 +142,18 @@ def test_a_draft_model_as_slow_as_the_target_is_rarely_run() -> None:
     assert executor.num_steps - before < 15
 
 
+def test_a_missed_draft_costs_nothing_where_none_would_be_made() -> None:
+    executor = draft_model()
+    executor.faults = {1: Fault("chunks")}
+    drafter, seq = drafting(executor), Sequence(0, [5, 6], 2, SamplingParams())
+    assert drafter.missed_draft_cost(seq, [0.05]) == 0, "it is not followed"
+    drafter.begin(seq)
+    assert drafter.missed_draft_cost(seq, [0.05]) == math.inf
+    assert drafter.missed_draft_cost(seq, [1.0]) == 0, "it would not pay"
+    drafter.propose(seq, [0.05])
+    assert drafter.missed_draft_cost(seq, [0.05]) == 0, "the draft model failed"
+
+
 def test_a_long_prompt_is_computed_in_parts() -> None:
     executor = draft_model(context=5000, capacity=5000, max_tokens=64)
     drafter = drafting(executor)

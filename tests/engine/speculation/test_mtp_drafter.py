@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 
-from edgelm.base.errors import EngineError
+from edgelm.base.errors import EngineError, OutOfMemoryError
 from edgelm.base.sampling import DraftChoice, SamplingParams
 from edgelm.engine.core import NOT_A_TOKEN, Sequence
+from edgelm.engine.speculation.confidence import RETRY_EVERY
 from edgelm.engine.speculation.mtp_drafter import MtpDrafter
 from tests.bench.adversarial import Answer, Recorded
 from tests.bench.bench_ablation import Costs, linear
 from tests.bench.bench_mtp import SimulatedHeads, speed
 
 CHEAP = [0.05] * 8
+DEAR = [1.0] * 8
 
 
 class Sure:
     """Heads that say 1, 2, 3, … until `end`; they fail in the call with the number `fails_at`."""
+
+    error: EngineError = EngineError("no")
 
     def __init__(self, last: int = 100, fails_at: int = -1) -> None:
         self.followed: set[int] = set()
@@ -36,7 +41,7 @@ class Sure:
     def next(self, seq_id: int, token: int) -> tuple[int, float]:
         self.num_calls += 1
         if self.num_calls == self.fails_at:
-            raise EngineError("no")
+            raise self.error
         return (token + 1, 0.99) if token < self.last else (NOT_A_TOKEN, 0.0)
 
 
@@ -92,7 +97,21 @@ def test_heads_that_fail_are_not_used_any_more_and_no_answer_fails() -> None:
     assert drafter.propose(seq, CHEAP) == []
     assert drafter.propose(seq, CHEAP) == []
     assert heads.num_calls == 2
+    assert not heads.followed
     drafter.end(seq)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_heads_without_memory_draft_again_in_the_next_step(fails_at: int) -> None:
+    heads = Sure(fails_at=fails_at)
+    heads.error = OutOfMemoryError("the memory of the GPU is used up")
+    drafter = MtpDrafter(heads, lambda: 1.0)
+    seq = begun(drafter)
+    assert drafter.propose(seq, CHEAP[:3]) == []
+    drafter.observe(seq, 0, 0)
+    assert drafter.propose(seq, CHEAP[:3]) == [1, 2, 3]
+    drafter.end(seq)
+    assert not heads.followed
 
 
 def test_the_end_of_a_sequence_forgets_it() -> None:
@@ -100,6 +119,31 @@ def test_the_end_of_a_sequence_forgets_it() -> None:
     drafter = MtpDrafter(heads, lambda: 1.0)
     drafter.end(begun(drafter))
     assert not heads.followed
+
+
+def test_a_missed_draft_costs_nothing_where_none_would_be_made() -> None:
+    drafter = MtpDrafter(Sure(fails_at=1), lambda: 1.0)
+    seq = begun(drafter)
+    assert drafter.missed_draft_cost(seq, CHEAP) == math.inf
+    assert drafter.missed_draft_cost(seq, DEAR) == 0, "it would not pay"
+    assert drafter.missed_draft_cost(Sequence(1, [5], 1, SamplingParams()), CHEAP) == 0, "it is not followed"
+    drafter.propose(seq, CHEAP)
+    assert drafter.missed_draft_cost(seq, CHEAP) == 0, "the heads failed"
+
+
+def test_a_draft_is_due_again_also_where_steps_are_launched_ahead() -> None:
+    """Such a step is not proposed for. Asking for its cost changes nothing."""
+    drafter = MtpDrafter(Sure(), lambda: 1.0)
+    seq = begun(drafter)
+    lengths = []
+    for _ in range(3 * RETRY_EVERY + 9):
+        costs = {drafter.missed_draft_cost(seq, DEAR) for _ in range(RETRY_EVERY + 2)}
+        assert len(costs) == 1
+        seq.tokens.append(7)
+        if costs == {math.inf}:
+            lengths.append(len(seq.tokens))
+            drafter.propose(seq, DEAR)
+    assert [length - lengths[0] for length in lengths] == [0, RETRY_EVERY + 1, 2 * RETRY_EVERY + 2]
 
 
 def answers() -> list[Answer]:
