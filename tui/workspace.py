@@ -86,6 +86,7 @@ class Workspace:
         self.asked_pages: set[str] = set()  # addresses that were offered to be fetched
         self.offers_pages = True
         self._last_model = ""
+        self._has_set_model = False
         self._compared: tuple[Session, int] | None = None  # with the saved chat, at a version of the file
         self._outdated: Session | None = None  # another window has changed its chat
 
@@ -102,7 +103,7 @@ class Workspace:
     async def load(self) -> LastRun:
         """Load the list of chats and return the rest of the last run's state; empty the trash of what is old.
 
-        Raises ChatsError.
+        It waits until the file can be opened. Raises ChatsError.
         """
         before = time.time() - TRASH_DAYS * 86_400
         self.store.write(lambda store: store.purge(before))
@@ -110,7 +111,8 @@ class Workspace:
         sent = await self.read(lambda store: store.prompts(NUM_SENT))
         settings = await self.read(Store.settings)
         self.chats = {chat.id: chat for chat in chats} | self.chats
-        self._last_model = self._last_model or settings.get("model", "")
+        if not self._has_set_model:  # it may be an offered one by now, chosen while the file was locked
+            self._last_model = settings.get("model", "") or self._last_model
         return LastRun(sent, settings)
 
     # The open chat
@@ -312,7 +314,7 @@ class Workspace:
     def set_model(self, model: str) -> None:
         """Answer this chat, and new ones, with a model."""
         self.session.set_model(model)
-        self._last_model = model
+        self._last_model, self._has_set_model = model, True
         self.remember("model", model)
 
     async def choose_default(self) -> str:

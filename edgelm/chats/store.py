@@ -46,11 +46,14 @@ _ATTACHMENT_OF = ", ".join(f"attachment.{column}" for column in ATTACHMENT_COLUM
 
 
 class ChatsError(EdgeLMError):
-    """The file of the chats cannot be read or written. `temporary`: the same call may succeed later."""
+    """The file of the chats cannot be read or written. `temporary`: the same call may succeed later; `is_full`: only
+    when the user has made room on the disk.
+    """
 
-    def __init__(self, message: str, hint: str = "", *, temporary: bool = False) -> None:
+    def __init__(self, message: str, hint: str = "", *, temporary: bool = False, is_full: bool = False) -> None:
         super().__init__(message, hint)
-        self.temporary = temporary
+        self.temporary = temporary or is_full
+        self.is_full = is_full
 
 
 class Store:
@@ -334,7 +337,7 @@ def _translate(error: sqlite3.Error, path: Path | None) -> ChatsError:
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
         return ChatsError(f"another program has locked the chats in {path}", "close it", temporary=True)
     if name.startswith("SQLITE_FULL"):
-        return ChatsError(f"the disk with {path} is full", "make room on it", temporary=True)
+        return ChatsError(f"the disk with {path} is full", "make room on it", is_full=True)
     if name.startswith("SQLITE_IOERR"):
         return ChatsError(f"the chats in {path} cannot be read or written ({name})", "check the disk", temporary=True)
     if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
