@@ -97,13 +97,14 @@ async def test_a_full_disk_at_the_start_is_told_and_the_chat_goes_on(
     monkeypatch.setattr(plain_chat, "CLOSE_S", 0.1)
     output = Output()
     writer = Writer(output)
-    lines = LineReader(io.StringIO("hello\n"), writer, edits=False)
+    lines = LineReader(io.StringIO("hello\n/chats\n/trash\n/search hello\n/stats\n/open 1\n"), writer, edits=False)
     link = Link(endpoint=endpoint.address, api_key=None, runtime=tmp_path / "run", log=tmp_path / "serve.log")
     chat = PlainChat(tmp_path / "chats.db", link, ChatDefaults(), lines, writer, knowledge=tmp_path / "knowledge.db")
     await asyncio.to_thread(chat.run)
     text = output.getvalue()
     assert f"error: not saved: the disk with {tmp_path / 'chats.db'} is full; make room on it\n" in text
     assert f"starter: {ANSWER}" in text
+    assert text.count(f"error: the disk with {tmp_path / 'chats.db'} is full; make room on it\n") == 4
     assert chat.num_lost > 0
 
 
