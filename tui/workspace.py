@@ -86,13 +86,16 @@ class Workspace:
         self.asked_pages: set[str] = set()  # addresses that were offered to be fetched
         self.offers_pages = True
         self._last_model = ""
+        self._has_set_model = False
         self._compared: tuple[Session, int] | None = None  # with the saved chat, at a version of the file
         self._outdated: Session | None = None  # another window has changed its chat
 
     # Saved state
 
     async def read(self, read: Callable[[Store], T]) -> T:
-        """Read from the store. Raises ChatsError."""
+        """Read from the store. Raises ChatsError, also where its file could not be opened yet."""
+        if self.store.problem is not None and not self.store.is_open:
+            raise self.store.problem
         return await asyncio.wrap_future(self.store.read(read))
 
     def remember(self, name: str, value: str) -> None:
@@ -102,15 +105,16 @@ class Workspace:
     async def load(self) -> LastRun:
         """Load the list of chats and return the rest of the last run's state; empty the trash of what is old.
 
-        Raises ChatsError.
+        It waits until the file can be opened. Raises ChatsError.
         """
         before = time.time() - TRASH_DAYS * 86_400
         self.store.write(lambda store: store.purge(before))
-        chats = await self.read(Store.chats)
-        sent = await self.read(lambda store: store.prompts(NUM_SENT))
-        settings = await self.read(Store.settings)
+        chats, sent, settings = await asyncio.wrap_future(
+            self.store.read(lambda store: (store.chats(), store.prompts(NUM_SENT), store.settings()))
+        )
         self.chats = {chat.id: chat for chat in chats} | self.chats
-        self._last_model = self._last_model or settings.get("model", "")
+        if not self._has_set_model:  # it may be an offered one by now, chosen while the file was locked
+            self._last_model = settings.get("model", "") or self._last_model
         return LastRun(sent, settings)
 
     # The open chat
@@ -140,8 +144,6 @@ class Workspace:
 
     async def adopt(self, session: Session) -> str:
         """Add what another window has written in a chat since; return a line about it. Raises ChatsError."""
-        if self.store.problem is not None:  # a file that was never opened, on a full disk, answers when there is room
-            return ""
         known, chat_id = len(session.tree.messages), session.chat.id
         messages = await self.read(lambda store: store.messages(chat_id) if store.num_messages(chat_id) > known else [])
         self._outdated = None
@@ -284,8 +286,8 @@ class Workspace:
 
     async def restore_chat(self, chat_id: int) -> bool:
         """Take a chat out of the trash and open it; return False if it is gone. Raises EdgeLMError."""
-        self.deleted = [deleted for deleted in self.deleted if deleted != chat_id]
         chat = await self.read(lambda store: store.chat(chat_id))
+        self.deleted = [deleted for deleted in self.deleted if deleted != chat_id]
         if chat is not None and chat.deleted is None:
             raise RequestError(f"{one_line(chat.title)} is not in the trash any more", "/trash lists what is")
         self.change_chat(chat_id, deleted=None)
@@ -312,7 +314,7 @@ class Workspace:
     def set_model(self, model: str) -> None:
         """Answer this chat, and new ones, with a model."""
         self.session.set_model(model)
-        self._last_model = model
+        self._last_model, self._has_set_model = model, True
         self.remember("model", model)
 
     async def choose_default(self) -> str:

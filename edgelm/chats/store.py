@@ -46,11 +46,14 @@ _ATTACHMENT_OF = ", ".join(f"attachment.{column}" for column in ATTACHMENT_COLUM
 
 
 class ChatsError(EdgeLMError):
-    """The file of the chats cannot be read or written. `temporary`: the same call may succeed later."""
+    """The file of the chats cannot be read or written. `temporary`: the same call may succeed later; `is_full`: only
+    when the user has made room on the disk.
+    """
 
-    def __init__(self, message: str, hint: str = "", *, temporary: bool = False) -> None:
+    def __init__(self, message: str, hint: str = "", *, temporary: bool = False, is_full: bool = False) -> None:
         super().__init__(message, hint)
-        self.temporary = temporary
+        self.temporary = temporary or is_full
+        self.is_full = is_full
 
 
 class Store:
@@ -323,6 +326,13 @@ def _make_private(path: Path) -> None:
     os.close(descriptor)
 
 
+def _is_full(path: Path | None) -> bool:
+    try:
+        return path is not None and shutil.disk_usage(path.parent).free < PAGE_BYTES
+    except OSError:
+        return False
+
+
 def deleted_elsewhere() -> ChatsError:
     """Return the error for a chat that is not in the file any more."""
     return ChatsError("this chat was deleted in another window", "it is not saved any more; export it to keep it")
@@ -333,8 +343,9 @@ def _translate(error: sqlite3.Error, path: Path | None) -> ChatsError:
     name = getattr(error, "sqlite_errorname", "")
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
         return ChatsError(f"another program has locked the chats in {path}", "close it", temporary=True)
-    if name.startswith("SQLITE_FULL"):
-        return ChatsError(f"the disk with {path} is full", "make room on it", temporary=True)
+    # SHMSIZE: a full disk has no room for the file of shared memory beside the chats.
+    if name.startswith(("SQLITE_FULL", "SQLITE_IOERR_SHMSIZE")) or (name == "SQLITE_IOERR_WRITE" and _is_full(path)):
+        return ChatsError(f"the disk with {path} is full", "make room on it", is_full=True)
     if name.startswith("SQLITE_IOERR"):
         return ChatsError(f"the chats in {path} cannot be read or written ({name})", "check the disk", temporary=True)
     if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):

@@ -70,6 +70,7 @@ class StoreThread:
         self._num_done = 0  # writes
         self._num_queued = 0  # writes, those that are done included
         self._closing = False
+        self.is_open = False  # reads are answered; until then they wait
         self.in_memory = False  # the file cannot be used: the chats are lost with the process
         self.problem: ChatsError | None = None  # why nothing is saved now
         self._refusal = ""  # why the last write can never be done; empty: it was done
@@ -156,7 +157,7 @@ class StoreThread:
                 store = Store(self._path)
             except ChatsError as error:
                 if not error.temporary:
-                    self.in_memory, self.problem = True, error
+                    self.is_open, self.in_memory, self.problem = True, True, error
                     self._report(error)
                     return Store(None)
                 self._set_problem(error)
@@ -164,6 +165,7 @@ class StoreThread:
                     if self._wake.wait_for(lambda: self._closing, RETRY_S):
                         return None
             else:
+                self.is_open = True
                 self._set_problem(None)
                 return store
 
@@ -203,7 +205,7 @@ class StoreThread:
         return True
 
     def _set_problem(self, problem: ChatsError | None) -> None:
-        if self.in_memory or (problem is None) == (self.problem is None):
+        if self.in_memory or str(problem) == str(self.problem):
             return
         self.problem = problem
         self._report(problem)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -227,6 +228,7 @@ def test_text_that_sqlite_cannot_hold_is_kept_as_far_as_it_goes(store: Store) ->
 WRITER = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from edgelm.chats.store_thread import StoreThread
 from edgelm.chats.history import Chat, Message
 thread = StoreThread(Path(sys.argv[1]), lambda problem: None)
@@ -383,6 +385,30 @@ def test_a_damaged_file_is_one_line(path: Path) -> None:
     with pytest.raises(ChatsError, match="damaged; move it away") as caught:
         Store(path)
     assert not caught.value.temporary
+
+
+@pytest.mark.parametrize(
+    ("name", "free", "is_full"),
+    [
+        ("SQLITE_IOERR_SHMSIZE", 4096, True),  # of an existing file, on tmpfs
+        ("SQLITE_IOERR_WRITE", 0, True),
+        ("SQLITE_IOERR_WRITE", 2**30, False),
+        ("SQLITE_IOERR_READ", 0, False),
+    ],
+)
+def test_an_input_output_error_of_a_full_disk_says_so(
+    path: Path, monkeypatch: pytest.MonkeyPatch, name: str, free: int, is_full: bool
+) -> None:
+    def fails(_: Store) -> None:
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorcode, error.sqlite_errorname = getattr(sqlite3, name), name
+        raise error
+
+    monkeypatch.setattr(Store, "_write_ahead", fails)
+    monkeypatch.setattr("edgelm.chats.store.shutil.disk_usage", lambda _: SimpleNamespace(free=free))
+    with pytest.raises(ChatsError, match="is full; make room" if is_full else name) as caught:
+        Store(path)
+    assert (caught.value.is_full, caught.value.temporary) == (is_full, True)
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:

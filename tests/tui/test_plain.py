@@ -11,8 +11,10 @@ import re
 import select
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -89,20 +91,83 @@ async def test_a_full_disk_at_the_start_is_told_and_the_chat_goes_on(
     endpoint: FakeEndpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path | None) -> Store:
-        raise ChatsError(f"the disk with {path} is full", "make room on it", temporary=True)
+        raise ChatsError(f"the disk with {path} is full", "make room on it", is_full=True)
 
     monkeypatch.setattr(store_thread, "Store", full)
     monkeypatch.setattr(plain_chat, "CLOSE_S", 0.1)
     output = Output()
     writer = Writer(output)
-    lines = LineReader(io.StringIO("hello\n"), writer, edits=False)
+    lines = LineReader(io.StringIO("hello\n/chats\n/trash\n/search hello\n/stats\n/open 1\n"), writer, edits=False)
     link = Link(endpoint=endpoint.address, api_key=None, runtime=tmp_path / "run", log=tmp_path / "serve.log")
     chat = PlainChat(tmp_path / "chats.db", link, ChatDefaults(), lines, writer, knowledge=tmp_path / "knowledge.db")
     await asyncio.to_thread(chat.run)
     text = output.getvalue()
     assert f"error: not saved: the disk with {tmp_path / 'chats.db'} is full; make room on it\n" in text
     assert f"starter: {ANSWER}" in text
+    assert text.count(f"error: the disk with {tmp_path / 'chats.db'} is full; make room on it\n") == 4
     assert chat.num_lost > 0
+
+
+async def test_the_last_run_is_waited_for_while_the_file_is_locked(
+    talk: Talk, endpoint: FakeEndpoint, tmp_path: Path
+) -> None:
+    await talk("/model qwen3-4b-q4_k_m.gguf", "/quit")
+    other = sqlite3.connect(tmp_path / "chats.db", isolation_level=None, check_same_thread=False)
+    other.execute("PRAGMA locking_mode = EXCLUSIVE")
+    other.execute("BEGIN EXCLUSIVE")
+
+    class Watched(Output):
+        def write(self, text: str) -> int:
+            if "has locked the chats" in text:  # told while it waits
+                other.close()
+            return super().write(text)
+
+    output = Watched()
+    await talk("hello", output=output)
+    other.close()
+    assert "error: not saved: another program has locked the chats" in output.getvalue()
+    assert "edgelm, model qwen3-4b-q4_k_m.gguf, /help" in output.getvalue()
+    assert endpoint.requests[-1]["model"] == "qwen3-4b-q4_k_m.gguf"
+
+
+async def test_the_last_run_is_loaded_when_there_is_room(
+    talk: Talk, endpoint: FakeEndpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await talk("/model qwen3-4b-q4_k_m.gguf", "earlier", "/quit")
+    has_room = threading.Event()
+
+    def opened(path: Path | None) -> Store:
+        if not has_room.is_set():
+            raise ChatsError(f"the disk with {path} is full", "make room on it", is_full=True)
+        return Store(path)
+
+    monkeypatch.setattr(store_thread, "Store", opened)
+    monkeypatch.setattr(store_thread, "RETRY_S", 0.01)
+    history: list[str] = []
+    monkeypatch.setattr(LineReader, "load_history", lambda lines, messages: history.extend(messages))
+    typed = iter(["/status", "hello"])
+
+    def message(lines: LineReader, prompt: str, unsent: str = "") -> str:
+        text = next(typed, None)
+        if text is None:
+            raise EOFError
+        return text
+
+    def make_room(chat: PlainChat, text: str) -> None:
+        take(chat, text)
+        has_room.set()
+        while not chat._workspace.store.is_open:
+            time.sleep(0.01)
+
+    take = PlainChat._take
+    monkeypatch.setattr(LineReader, "message", message)
+    monkeypatch.setattr(PlainChat, "_take", make_room)
+    text = await talk()
+    assert text.startswith("model: starter\n")
+    assert endpoint.requests[-1]["model"] == "qwen3-4b-q4_k_m.gguf"
+    assert "the chats are saved again\n" in text
+    assert "\nmodel qwen3-4b-q4_k_m.gguf\n" in text
+    assert history == ["earlier"]
 
 
 def saved_messages(folder: Path) -> list[Message]:

@@ -71,6 +71,7 @@ class PlainChat:
         self._workspace = Workspace(store, link, defaults, answers)
         self._face = PlainFace(self._workspace, self._reader, lines, writer, pull_command)
         self.num_lost = 0  # changes that were not saved when the chat ended
+        self._lacks_last_run = True
         self._unsent = ""  # text in the prompt of the full screen when it was closed
         self._runner = asyncio.Runner()
         self._work: Work | None = None  # of the answer that a command or message began
@@ -141,10 +142,9 @@ class PlainChat:
     def _begin(self) -> None:
         """Load the last run's state, connect, and say which model answers."""
         try:
-            last_run = self._wait(self._loaded())
-            self._lines.load_history(last_run.sent)
             self._lines.complete_with(self._suggest)
-            self._unsent = last_run.settings.get("draft", "") if self._lines.can_prefill else ""
+            if (last_run := self._wait(self._loaded())) is not None:
+                self._go_on_from(last_run)
             self._wait(told(self._writer, "connecting", self._workspace.link.models()))
             if note := self._wait(self._workspace.choose_default()):
                 self._writer.line(note)
@@ -162,14 +162,38 @@ class PlainChat:
             if FIRST_CHAT not in self._workspace.link.listed:
                 self._writer.line(f"{PULL} gets a small model for a chat (98 MB)")
 
-    async def _loaded(self) -> LastRun:
-        """Load the last run's state; an empty one where the disk is full, which is told at the first prompt."""
+    async def _loaded(self) -> LastRun | None:
+        """Load the last run's state; wait where the file is locked, return None where the disk is full."""
         loading = asyncio.ensure_future(self._workspace.load())
-        while not (await asyncio.wait([loading], timeout=LOOK_S))[0]:
-            if any(problem is not None and problem.temporary for problem in self._problems):
-                loading.cancel()
-                return LastRun([], {})
-        return loading.result()
+        try:
+            while not (await asyncio.wait([loading], timeout=LOOK_S))[0]:
+                self._tell_problems()
+                store = self._workspace.store
+                if not store.is_open and store.problem is not None and store.problem.is_full:
+                    return None
+            return loading.result()
+        finally:
+            loading.cancel()
+
+    def _go_on_from(self, last_run: LastRun) -> None:
+        self._lacks_last_run = False
+        self._lines.load_history(last_run.sent)
+        self._unsent = last_run.settings.get("draft", "") if self._lines.can_prefill else ""
+
+    def _load_again(self) -> None:
+        """Load the last run's state, which could not be read at the start, and say which model answers now."""
+        before = self._workspace.model
+        try:
+            self._lacks_last_run = False
+            self._go_on_from(self._wait(self._workspace.load()))
+            if note := self._wait(self._workspace.choose_default()):
+                self._writer.line(note)
+        except EdgeLMError as error:
+            self._writer.error(error)
+        except KeyboardInterrupt:
+            self._writer.line("stopped")
+        if self._workspace.model != before:
+            self._writer.line(f"model {short_name(self._workspace.model)}")
 
     async def _close(self) -> None:
         await self._workspace.answers.end()
@@ -184,6 +208,8 @@ class PlainChat:
         interrupted = False  # at the prompt before this one
         while not self._face.has_left and self._writer.failure is None:
             self._tell_problems()
+            if self._lacks_last_run and self._workspace.store.is_open:
+                self._load_again()
             try:
                 text = self._read_message()
             except EOFError:
