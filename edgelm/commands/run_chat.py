@@ -29,6 +29,7 @@ from edgelm.library.local import runnable_model
 from edgelm.library.scan import LocalModel
 
 SAVE_S = 10.0  # for the last writes, where another program has locked the file
+LOOK_S = 0.1  # between two looks at problems of the file
 NOTED_REASONS = ("length", "context")
 
 
@@ -84,7 +85,7 @@ class SavedChat:
         self._thread = StoreThread(config.places.data / "chats.db", self._report)
         self._writes = _HeldWrites(self._thread)
         try:
-            chats = self._thread.read(Store.chats).result()
+            chats = self._saved_chats()
             if self._thread.in_memory and self._problem is not None:
                 raise self._problem
             chat = Chat() if name is None else find_chat(name, chats)
@@ -95,6 +96,17 @@ class SavedChat:
             raise
         self.session = Session(self._writes, chat, messages)
         self._answer: Message | None = None
+
+    def _saved_chats(self) -> list[Chat]:
+        """Wait for the chats where the file is locked. Raises ChatsError where the disk is full."""
+        reading = self._thread.read(Store.chats)
+        while True:
+            try:
+                return reading.result(LOOK_S)
+            except TimeoutError:
+                problem = self._thread.problem
+                if problem is not None and problem.is_full and not self._thread.is_open:
+                    raise problem from None
 
     @property
     def handle(self) -> str:

@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 
+from edgelm.base.config import load_config
+from edgelm.chats import store_thread
 from edgelm.chats.history import Chat, Message, Tree
-from edgelm.chats.store import Store
+from edgelm.chats.store import ChatsError, Store
+from edgelm.commands.run_chat import SavedChat
 from tests.tiny import write_tiny
 
 TIMEOUT_S = 60
@@ -96,6 +99,16 @@ def test_an_interrupted_answer_is_kept_as_stopped(start: Any, tmp_path: Path) ->
     _, (question, answer) = saved(tmp_path)
     assert (question.text, answer.state) == ("Go", "stopped")
     assert answer.text.startswith((begun + rest).decode(errors="ignore").strip("\ufffd\n")[:1])
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path | None) -> Store:
+        raise ChatsError(f"the disk with {path} is full", "make room on it", is_full=True)
+
+    monkeypatch.setattr(store_thread, "Store", full)
+    folders = {f"EDGELM_{kind}_DIR": str(tmp_path) for kind in ("CONFIG", "DATA")}
+    with pytest.raises(ChatsError, match="is full; make room"):
+        SavedChat(load_config({}, folders), None)
 
 
 def test_a_model_that_cannot_be_loaded_leaves_no_question(start: Any, tmp_path: Path) -> None:
