@@ -30,7 +30,6 @@ sys.exit(run_job({
 """
 
 REAL = Path(__file__).parent / "real"
-IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 os.environ.setdefault("KERNEL_SEED", str(secrets.randbelow(2**31)))  # one for all processes that run the tests
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is imported: that decides what it becomes
@@ -44,17 +43,22 @@ def pytest_configure(config: pytest.Config) -> None:
     choose_counts(config.getoption("--soak"))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background: programs would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if IN_WORKER:
+    if in_worker(config):
         atexit.register(os._exit, 0)  # all has been reported; to take torch and Triton apart takes a second
     # A busy machine is not a failure. New inputs in each run; a failing one prints how to repeat it.
     hypothesis.settings.register_profile("edgelm", deadline=None, print_blob=True)
     hypothesis.settings.load_profile("edgelm")
 
 
-def pytest_collection_finish() -> None:
+def in_worker(config: pytest.Config) -> bool:
+    """Whether this is a process of xdist; its variables are inherited by a pytest that a test starts, too."""
+    return hasattr(config, "workerinput")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
     if "triton.runtime.interpreter" in sys.modules:
         quicken_interpreter()
-    if IN_WORKER:
+    if in_worker(session.config):
         gc.freeze()  # full collections, of which pytest's end makes five, look at what tests have made
 
 
@@ -69,12 +73,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.fixture(scope="session")
-def measured_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def measured_cache(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
     """A cache folder with the measured facts of the machine, for all processes that run the tests."""
     from edgelm.base.machine import facts as machine  # not before TRITON_INTERPRET is set
 
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if IN_WORKER else base) / "measured-cache"
+    folder = (base.parent if in_worker(pytestconfig) else base) / "measured-cache"
     with FileLock(folder.with_name("measured-cache.lock")):
         machine.facts(folder, notify=print, command=(sys.executable, "-c", CANARY))
     return folder

@@ -29,8 +29,9 @@ from edgelm.client.local import OwnFront
 from edgelm.client.speed import Served
 from edgelm.commands.flags import EndpointKey, Flags, Json, MeasuredEndpoint, Model, SettingsOf, Verbose, as_flags
 from edgelm.commands.job import StatusLine, reader_may_leave, run_job
+from edgelm.commands.running import model_or_served
 from edgelm.jobs.speed import BenchJob, SpeedTest
-from edgelm.library.local import model_config, runnable_model
+from edgelm.library.local import model_config
 
 ALIKE = 0.03  # a difference of the two sides that is not shown
 
@@ -74,7 +75,7 @@ def bench_model(
         with reader_may_leave():
             bench_endpoint(elsewhere, tests, repetitions, as_json=as_json)
         return
-    local = runnable_model(model, config)
+    local = model_or_served(model, config)
     settings = replace(model_config(local, config).settings, parallel=max(parallels))
     job = BenchJob(
         model=local.path,

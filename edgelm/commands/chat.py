@@ -16,7 +16,7 @@ from edgelm.base.config import SETTINGS, Config, load_config
 from edgelm.base.errors import EdgeLMError, ModelError
 from edgelm.commands.flags import as_flags
 from edgelm.commands.presets import read_looks, read_presets, start_preset
-from edgelm.library.local import runnable_model
+from edgelm.commands.running import model_or_served
 
 if TYPE_CHECKING:
     from edgelm.chats.presets import Preset
@@ -215,12 +215,7 @@ def _endpoint_name(model: str, config: Config) -> str:
     """Return a model as our own server names it. Raises EdgeLMError where it is not here."""
     if (remote := config.remote_model(model)) is not None:
         return remote.name
-    try:
-        local = runnable_model(model, config)
-    except ModelError:
-        from edgelm.commands.running import model_or_served  # late: it loads a client of HTTP, before the first paint
-
-        local = model_or_served(model, config)
+    local = model_or_served(model, config)
     # A running server may have another working directory.
     return str(local.path) if local.place == "given" else local.name
 

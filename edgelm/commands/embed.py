@@ -17,8 +17,8 @@ from edgelm.base.errors import EdgeLMError, RequestError, UsageError
 from edgelm.base.workers.messages import Result
 from edgelm.commands.flags import Flags, Model, SettingsOf, Verbose
 from edgelm.commands.job import reader_may_leave, run_job
+from edgelm.commands.running import model_or_served
 from edgelm.jobs.embed_request import EmbedJob, Format, Vector
-from edgelm.library.local import runnable_model
 from edgelm.library.names import shown
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def embed_texts(
         running = remote_vectors(texts, remote.name, dimensions, config, truncate=truncate)
     else:
         job = EmbedJob(
-            model=runnable_model(model, config).path,
+            model=model_or_served(model, config).path,
             settings=config.settings,
             texts=tuple(texts),
             dimensions=dimensions,

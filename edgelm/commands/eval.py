@@ -28,10 +28,11 @@ from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.safetensors import open_safetensors
 from edgelm.commands.eval_state import StateFile
 from edgelm.commands.job import reader_may_leave, run_job
+from edgelm.commands.running import model_or_served
 from edgelm.evaluation.kept import KeptModel, KeptResult, KeptResults
 from edgelm.library.adapters import adapters_identity
 from edgelm.library.hub_cache import link_target
-from edgelm.library.local import model_config, runnable_model
+from edgelm.library.local import model_config
 from edgelm.library.readers import Contents, read_each
 from edgelm.library.scan import LocalModel
 
@@ -58,7 +59,7 @@ def eval_model(
         with reader_may_leave():
             eval_endpoint(elsewhere, task.text, task.window, task.stride, task.limit, as_json=as_json)
         return
-    local = runnable_model(model, config)
+    local = model_or_served(model, config)
     settings = model_config(local, config).settings  # also for the reference, so that no more than one thing differs
     side = side_of(local, settings)
     reference = parse_against(against, config).reference_of(side)
@@ -218,7 +219,7 @@ def parse_against(words: Iterable[str], config: Config) -> Against:
     models = [word for word in words if word not in (*KV_MODES, *ENGINES)]
     if max(len(kvs), len(engines), len(models)) > 1:
         raise RequestError("--against names two references", "give one KV mode, one model, or one of each")
-    model = runnable_model(models[0], config) if models else None
+    model = model_or_served(models[0], config) if models else None
     return Against(model, kvs[0] if kvs else None, engines[0] if engines else "")
 
 

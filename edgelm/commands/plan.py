@@ -42,7 +42,8 @@ from edgelm.commands.flags import Flags, Json, Model, SettingsOf
 from edgelm.commands.job import reader_may_leave
 from edgelm.commands.plan_devices import device_documents, device_table, placement_line, route_table
 from edgelm.commands.plan_loaded import loaded_beside
-from edgelm.library.local import find_draft_model, model_config, require_gguf, runnable_model
+from edgelm.commands.running import model_or_served
+from edgelm.library.local import find_draft_model, model_config, require_gguf
 from edgelm.library.names import shown
 
 BAR_LEN = 60  # characters
@@ -59,7 +60,7 @@ PARTS = (
 def show_plan(model: Model, flags: Annotated[Flags, SettingsOf("plan")], *, as_json: Json = False) -> None:
     """Print the plan for a model. Raises EdgeLMError, after printing the plan if nothing fits."""
     config = load_config(flags)
-    local = runnable_model(model, config)
+    local = model_or_served(model, config)
     config = model_config(local, config)
     settings, path = config.settings, local.path
     draft = find_draft_model(settings, config.places.hub)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from rich.table import Table
@@ -37,11 +38,17 @@ def show_processes(*, as_json: Json = False) -> None:
         print(json.dumps(state | {"other_servers": more}, ensure_ascii=False))
         return
     _show(state)
-    if state["version"] != __version__:  # a service goes on through an upgrade
-        again = "`edgelm service install` starts a service anew, another server is ended and started again"
-        print(f"this command is edgelm {__version__}: {again}")
+    if _order(state["version"]) < _order(__version__):  # a service goes on through an upgrade
+        again = "restart it (a service: `edgelm service install`)"
+        print(f"the server still runs {state['version']}, and this command is {__version__}: {again}")
     for other in others:
         print(f"another edgelm is at {other.address} (pid {other.pid})")
+
+
+def _order(version: str) -> tuple[list[int], bool, list[int]]:
+    """Return what versions are compared by: the release, and before it those of it that are not released."""
+    numbers = [int(number) for number in re.findall(r"\d+", version)]
+    return numbers[:3], not re.search(r"[a-z]", version), numbers[3:]
 
 
 def _show(state: dict[str, Any]) -> None:

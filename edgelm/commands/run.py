@@ -23,7 +23,8 @@ from edgelm.commands.flags import Flags, Json, SettingsOf, Verbose
 from edgelm.commands.grammar import chosen_grammar
 from edgelm.commands.job import reader_may_leave, run_job
 from edgelm.commands.run_prompt import Words, parse_words
-from edgelm.library.local import model_config, require_sight, runnable_model
+from edgelm.commands.running import model_or_served
+from edgelm.library.local import model_config, require_sight
 from edgelm.library.names import STARTER
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def run_model(
         _print_answer(job, remote_replies(job, remote.name, config), None, as_json=as_json, verbose=verbose)
         return
     with _opened(config, chat, save=options.save) as saved:
-        local = saved.choose_model(config) if saved and not words.model else runnable_model(words.model or "", config)
+        local = saved.choose_model(config) if saved and not words.model else model_or_served(words.model or "", config)
         job = _local_job(local, words, grammar, options, flags, model_config(local, config), saved, verbose=verbose)
         _print_answer(job, run_job(job, config.places, verbose), saved, as_json=as_json, verbose=verbose)
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
-
-import httpx2
 
 from edgelm.base.config import Config
 from edgelm.base.errors import EdgeLMError, ModelError
 from edgelm.base.runtime import FrontRecord, find_front
 from edgelm.library.local import runnable_model
-from edgelm.library.scan import LocalModel
+from edgelm.library.scan import LocalModel, printable
 
 REQUEST_LIMIT_S = 5.0
 
@@ -24,10 +23,12 @@ def require_front(config: Config) -> FrontRecord:
     return front
 
 
-def model_or_served(name: str, config: Config) -> LocalModel:
+def model_or_served(
+    name: str, config: Config, find: Callable[[str, Config], LocalModel] = runnable_model
+) -> LocalModel:
     """Return a model of this machine, or the file that the running server offers by this name. Raises ModelError."""
     try:
-        return runnable_model(name, config)
+        return find(name, config)
     except ModelError:
         front = find_front(config.places.runtime, config.library)
         if front is None:
@@ -38,7 +39,14 @@ def model_or_served(name: str, config: Config) -> LocalModel:
             path = ""  # it knows no such model either, or does not tell
         if not path:
             raise
-        return runnable_model(path, config)
+        return find(path, config)
+
+
+def served_name(front: FrontRecord, model: LocalModel) -> str | None:
+    """Return the name by which the server offers the file of a model, None if it does not. Raises EdgeLMError."""
+    listed = [entry for entry in ask_front(front, "GET", "/v1/models")["data"] if "alias_of" not in entry["edgelm"]]
+    path = printable(str(model.path))
+    return next((str(entry["id"]) for entry in listed if entry["edgelm"].get("path") == path), None)
 
 
 def get_state(front: FrontRecord) -> dict[str, Any]:
@@ -50,6 +58,8 @@ def ask_front(
     front: FrontRecord, method: str, path: str, body: dict[str, Any] | None = None, *, limit_s: float = REQUEST_LIMIT_S
 ) -> dict[str, Any]:
     """Send a request to the server, and return its answer. Raises EdgeLMError, with the server's own message."""
+    import httpx2  # late: most commands ask no server
+
     address = front.address
     try:
         with httpx2.Client(

@@ -16,6 +16,7 @@ from edgelm.commands.flags import Flags, Json, Model, SettingsOf
 from edgelm.commands.job import reader_may_leave
 from edgelm.commands.kept_results import result_lines, results_document, speeds_document
 from edgelm.commands.list import age_text, last_used_at, parameters_text, place_of, plain_console, size_on_disk
+from edgelm.commands.running import model_or_served
 from edgelm.evaluation.kept import KeptResults
 from edgelm.library.catalog import Entry, entry_of
 from edgelm.library.local import installed_model, model_config
@@ -39,7 +40,7 @@ def show_model(
 ) -> None:
     """Print a model's details, or with `template` its chat template only. Raises EdgeLMError, also if it is damaged."""
     config = load_config(flags)
-    local = installed_model(model, config)
+    local = model_or_served(model, config, installed_model)
     config = model_config(local, config)
     (details,) = read_each([Detail(local.path, config.settings.without_keys)])
     if "error" in details:

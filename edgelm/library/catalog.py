@@ -54,8 +54,11 @@ class Entry:
         return HubReference(self.repository, quantization or self.quantization)
 
 
-def find_entry(name: CatalogName) -> Entry:
-    """Return the entry with this name. Raises ModelError, which lists the family's sizes or similar names."""
+def find_entry(name: CatalogName, typed: str = "") -> Entry:
+    """Return the entry with this name. Raises ModelError, which lists the family's sizes or similar names.
+
+    `typed` is the name in the user's letters.
+    """
     family = [entry for entry in entries() if entry.family == name.family]
     for entry in family:
         if entry.size == name.size or (name.size is None and entry.is_default):
@@ -65,7 +68,7 @@ def find_entry(name: CatalogName) -> Entry:
         raise ModelError(f"the catalogue has no {name.family} of size {name.size}", f"it has {sizes}")
     near = near_names(str(name))
     hint = f"did you mean {' or '.join(near)}?" if near else "`edgelm pull` shows all names"
-    raise ModelError(f"there is no model {name}", hint)
+    raise ModelError(f"there is no model {typed or name}", hint)
 
 
 def needed_bytes(entry: Entry) -> int:

@@ -62,7 +62,7 @@ def find_local(name: str, hub: Path | None = None, folders: Iterable[Path] = (),
     if paths and os.path.exists(name):  # noqa: PTH110 - False for a name that no file can have
         return _at_path(name)
     if isinstance(reference, CatalogName):
-        return _of_catalog(reference, hub, library)
+        return _of_catalog(reference, name.strip(), hub, library)
     model = _in_cache(reference, hub)
     if model is None:
         raise _not_here(reference, str(reference), library)
@@ -202,9 +202,9 @@ def _no_model_in(folder: str, names: list[str]) -> ModelError:
     return ModelError(f"{folder} is a folder without {CONFIG} and safetensors", "give a .gguf file")
 
 
-def _of_catalog(name: CatalogName, hub: Path | None, library: Library) -> LocalModel:
+def _of_catalog(name: CatalogName, typed: str, hub: Path | None, library: Library) -> LocalModel:
     try:
-        entry = find_entry(name)
+        entry = find_entry(name, typed)
     except ModelError as error:
         own = [model.name for model in library.models]
         near = near_names(str(name), own)

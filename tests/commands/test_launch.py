@@ -256,24 +256,38 @@ def test_a_file_that_the_server_was_given_has_its_name_everywhere(
     launch: Launch, environment: dict[str, str], tmp_path: Path
 ) -> None:
     install(tmp_path, "llm")
-    write_model(tmp_path / "elsewhere.gguf")
-    serve = [sys.executable, "-P", "-m", "edgelm", "serve", "--port", "0", "--json", str(tmp_path / "elsewhere.gguf")]
+    write_model(tmp_path / "Elsewhere.gguf")
+    serve = [sys.executable, "-P", "-m", "edgelm", "serve", "--port", "0", "--json", str(tmp_path / "Elsewhere.gguf")]
     with subprocess.Popen(serve, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
         try:
             assert server.stdout is not None
             server.stdout.readline()
-            done = launch("llm", "--model", "elsewhere", "--print")
-            assert "elsewhere.gguf" in done.stdout, done.stderr
+            done = launch("llm", "--model", "Elsewhere", "--print")
+            assert "Elsewhere.gguf" in done.stdout, done.stderr
+            assert launch("llm", "--model", "Elsewhere", "--config").returncode == 0
+            [file] = (tmp_path / "home").rglob("extra-openai-models.yaml")
+            assert "edgelm/Elsewhere\n" in file.read_text()
+            for words in (
+                ["run", "Elsewhere", "hello", "--max-tokens", "1", "--json"],
+                ["show", "Elsewhere", "--json"],
+                ["plan", "Elsewhere", "--json"],
+                ["bench", "Elsewhere", "-p", "8", "-n", "0", "-r", "1", "--json"],
+            ):
+                shown = subprocess.run(
+                    [*serve[:4], *words], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                    check=False,
+                )  # fmt: skip
+                assert (shown.returncode, "Elsewhere" in shown.stdout) == (0, True), shown.stderr
             chat = [sys.executable, "-P", "-m", "edgelm", "--plain", "--model"]
             shown = subprocess.run(
-                [*chat, "elsewhere"], env=environment, input="/exit\n", capture_output=True, text=True, check=False
+                [*chat, "Elsewhere"], env=environment, input="/exit\n", capture_output=True, text=True, check=False
             )
             assert (shown.returncode, shown.stderr) == (0, "")
-            assert "elsewhere" in shown.stdout
+            assert "Elsewhere" in shown.stdout
             shown = subprocess.run(
-                [*chat, "nowhere"], env=environment, input="", capture_output=True, text=True, check=False
+                [*chat, "Nowhere"], env=environment, input="", capture_output=True, text=True, check=False
             )
-            assert shown.stderr.startswith("error: there is no model nowhere")
+            assert shown.stderr.startswith("error: there is no model Nowhere")
         finally:
             server.terminate()
 

@@ -93,6 +93,14 @@ def test_flags_change_the_choice_and_not_the_options(edgelm: Edgelm, model: Path
     assert flagged["weights_bytes"] == plain["weights_bytes"]
 
 
+def test_experts_beside_the_gpu_are_planned(edgelm: Edgelm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Device("CUDA0", "a card", GIB, GIB)
+    monkeypatch.setattr(plan_module, "ask_choice", lambda *_: ChosenEngine("llama", "gpu", (), None, (card,)))
+    mixture = write_tiny(tmp_path / "mixture.gguf", layers=4, experts=4, context=4096)
+    none, three = (edgelm.document(mixture, "--n-cpu-moe", layers) for layers in ("0", "3"))
+    assert (none["cpu_expert_layers"], three["cpu_expert_layers"]) == (0, 3)
+
+
 def test_a_page_shows_the_sizes_a_bar_and_the_choice(
     edgelm: Edgelm, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,6 +139,25 @@ def test_a_chat_template_is_used_unless_raw_is_given(edgelm: Edgelm, tmp_path: P
     written = json.loads(edgelm(*arguments, "[user] the day", "--raw").stdout)
     assert chat["token_ids"] == written["token_ids"]
     assert chat["usage"]["prompt_tokens"] == written["usage"]["prompt_tokens"] > raw["usage"]["prompt_tokens"]
+    (tmp_path / "other.jinja").write_text("{{ messages[0].content }} and more")
+    other = json.loads(edgelm(*arguments, "the day", "--template", tmp_path / "other.jinja").stdout)
+    assert other["token_ids"] == json.loads(edgelm(*arguments, "the day and more", "--raw").stdout)["token_ids"]
+
+
+def test_an_answer_repeats_where_it_is_demanded(edgelm: Edgelm, tmp_path: Path) -> None:
+    arguments = (
+        "run",
+        write_tiny(tmp_path / "tiny.gguf", quant="q8_0", context=512),
+        "hello",
+        "--json",
+        "--repeatable",
+        "--seed",
+        "1",
+        "--temperature",
+        "1",
+    )
+    first, second = (json.loads(edgelm(*arguments, "--max-tokens", "20").stdout) for _ in range(2))
+    assert first["token_ids"] == second["token_ids"] != []
 
 
 def test_a_broken_chat_template_is_one_line(edgelm: Edgelm, tmp_path: Path) -> None:

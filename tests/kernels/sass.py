@@ -1,7 +1,7 @@
 """The machine code of the kernels, read without a GPU: registers, spills, and the instructions of the main loop.
 
 As a program it prints the table of all cases: python -m tests.kernels.sass [--modules MODULE...] [--targets SM...]
-With another release of Triton: the same with PYTHONPATH=build/triton-VERSION, which `make triton` fills.
+With another release of Triton: the same with PYTHONPATH=build/triton-VERSION-cp311, which `make triton` fills.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Kernels compile without faults, and compute what they should, with other releases of Triton than the installed one.
 
-`make triton` puts them into folders, and so do `make test` and `make soak`; without any, these tests are skipped.
+`make triton` puts them into folders, and so do `make test` and `make soak` for these; without any, they are skipped.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from tests.counts import Count
 from tests.kernels.emulated.children import ROOT, TEST_LIMIT_S, lines_of
 from tests.kernels.sass import TARGETS, all_figures, figures_of_targets, table
 
-FOLDERS = sorted(path.parent for path in (ROOT / "build").glob("triton-*/ready"))
+TAG = "cp{}{}".format(*sys.version_info)  # another Python cannot load their libraries
+FOLDERS = sorted(path.parent for path in (ROOT / "build").glob(f"triton-*-{TAG}/ready"))
 # What releases compiled wrongly, or differently: products by wgmma, experts, maxima of a cache's groups.
 EMULATED = "--main", "--capability", "90", "--only", "dequant_gemm q4_k", "grouped q4_k", "write_kv"
 WHOLE = bool(Count(test=0, soak=1))
@@ -27,7 +29,7 @@ pytestmark = [
 
 def test_a_folder_has_the_release_of_its_name(triton: Path) -> None:
     (found,) = distributions(path=[str(triton)], name="triton")
-    assert triton.name == f"triton-{found.version}"
+    assert triton.name == f"triton-{found.version}-{TAG}"
 
 
 def test_no_kernel_has_a_fault(triton: Path) -> None:

@@ -14,7 +14,7 @@ def test_an_adapter_is_read_for_the_next_request(own: dict[str, str], models: Pa
     with open_gguf(model) as gguf:
         columns, rows = gguf.tensors["blk.0.ffn_down.weight"].shape
     shapes = {"model.layers.0.mlp.down_proj": (rows, columns)}
-    with serving(own | {"EDGELM_LORA": str(folder)}, model, log=tmp_path / "log") as front:
+    with serving(own, model, "--lora", folder, log=tmp_path / "log") as front:
         reply = front.chat()
         assert reply.status_code == 503
         assert "there is no adapter" in reply.json()["error"]["message"]

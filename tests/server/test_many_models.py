@@ -129,3 +129,10 @@ def test_requests_in_random_order_on_a_budget(own: dict[str, str], tmp_path: Pat
     assert [status for status, _ in outcome.answers] == [200] * REQUESTS
     assert outcome.most <= outcome.budget
     assert len(outcome.engines) >= MODELS
+
+
+def test_of_two_models_one_is_loaded_at_a_time(own: dict[str, str], models: Path, tmp_path: Path) -> None:
+    with serving(own, *write_models(tmp_path, 2, 64), "--max-models", "1", log=tmp_path / "log") as front:
+        for name in ("m0", "m1"):
+            assert front.chat(name).is_success
+            assert [model["model"] for model in front.ps()["models"]] == [name]

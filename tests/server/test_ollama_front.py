@@ -152,8 +152,8 @@ def test_a_model_of_ollamas_store_answers_at_the_second_port(own: dict[str, str]
     before = blob.stat()
     with httpx2.Client() as free:
         port = free_port()
-        settings = {"OLLAMA_MODELS": str(tmp_path / "store"), "EDGELM_OLLAMA_PORT": str(port)}
-        with serving(own | settings, log=tmp_path / "log") as front:
+        store = {"OLLAMA_MODELS": str(tmp_path / "store")}
+        with serving(own | store, "--ollama-port", str(port), log=tmp_path / "log") as front:
             second = f"http://127.0.0.1:{port}"
             assert "ollama:small:1b" in [model["name"] for model in free.get(f"{second}/api/tags").json()["models"]]
             asked = {"model": "small:1b", "prompt": "the", "raw": True, "stream": False} | FAST

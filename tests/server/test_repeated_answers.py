@@ -66,8 +66,7 @@ def test_repeatable_answers_are_equal_to_the_bit(model: Path, own: dict[str, str
 
 def test_a_request_demands_that_its_answer_repeats(own: dict[str, str], models: Path, tmp_path: Path) -> None:
     write_tiny(tmp_path / "other.gguf", quant="q8_0", context=512)
-    own = own | {"EDGELM_REPEATABLE": "true"}
-    with serving(own, tmp_path / "other.gguf", log=tmp_path / "log") as front:
+    with serving(own, tmp_path / "other.gguf", "--repeatable", log=tmp_path / "log") as front:
         replies = [front.chat("other", "hello", temperature=1, repeatable=True, max_tokens=40) for _ in range(2)]
         first, second = (reply.json()["choices"][0]["message"]["content"] for reply in replies)
         assert first == second, "without a seed, too"

@@ -32,8 +32,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads memory an
 
 @pytest.fixture
 def front(own: dict[str, str], tmp_path: Path) -> Iterator[Front]:
-    small = {"EDGELM_PREFIX_CACHE_RAM": "0.05", "EDGELM_PREFIX_CACHE_DISK": "0.05", "EDGELM_SPEC": "auto"}
-    with serving(own | small, "starter", "--threads", "1", log=tmp_path / "log") as running:
+    small = ("--prefix-cache-ram", "0.05", "--prefix-cache-disk", "0.05")
+    auto = {"EDGELM_SPEC": "auto"}
+    with serving(own | auto, "starter", "--threads", "1", *small, log=tmp_path / "log") as running:
         assert running.chat("starter", max_tokens=1).status_code == 200
         yield running
 

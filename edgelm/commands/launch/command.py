@@ -40,7 +40,7 @@ from edgelm.commands.launch.server import (
     start_front,
 )
 from edgelm.commands.launch.setups import Setup, Target
-from edgelm.commands.running import model_or_served
+from edgelm.commands.running import model_or_served, served_name
 from edgelm.commands.service.systemd import socket_address
 from edgelm.library.local import model_config, runnable_model, runs_here
 from edgelm.library.names import shown
@@ -141,7 +141,7 @@ def _launch(
         _become(agent, target, arguments, loaded.front, config)
     if mode == "config" and front is not None and front.of == "launch":
         front = None  # it ends, and a later server may have another port
-    target = _expected_target(agent, local, facts, config, front, ctx)
+    target = _expected_target(agent, local, facts, config, front, ctx, in_files=mode == "config")
     if mode == "config":
         _configure(agent, target, config, front)
     else:
@@ -303,9 +303,19 @@ def _planned_context(agent: Agent, model: LocalModel, facts: Facts, config: Conf
 
 
 def _expected_target(
-    agent: Agent, model: LocalModel, facts: Facts, config: Config, front: FrontRecord | None, ctx: int | None
+    agent: Agent,
+    model: LocalModel,
+    facts: Facts,
+    config: Config,
+    front: FrontRecord | None,
+    ctx: int | None,
+    *,
+    in_files: bool,
 ) -> Target:
-    """Return the target of an agent that is not started: what the server has, or else what it would get."""
+    """Return the target of an agent that is not started: what the server has, or else what it would get.
+
+    The user's own files (`in_files`) get the name by which the server offers the model, not its path.
+    """
     if not facts.takes_tools and agent.needs_tools:
         _warn(_no_tools(agent, model))
     context = (front and loaded_context(front, model.path)) or config.settings.ctx
@@ -313,7 +323,8 @@ def _expected_target(
     if context < agent.least:
         _warn(f"{_too_short(agent, model, context)}; {_advice(agent, facts, config)}")
     address = front.address if front else f"http://127.0.0.1:{config.settings.port}"
-    return _target(agent, config, address, str(model.path) if model.place == "given" else model.name, context)
+    name = str(model.path) if model.place == "given" else model.name
+    return _target(agent, config, address, (served_name(front, model) if in_files and front else None) or name, context)
 
 
 def _target(agent: Agent, config: Config, address: str, model: str, context: int) -> Target:
