@@ -80,7 +80,7 @@ def cut_name(name: str, width: int) -> str:
 
 def guess_height(text: str, width: int) -> int:
     """Return about how many lines a text takes, without wrapping it."""
-    return sum(1 + len(line) // max(width, 1) for line in text.split("\n"))
+    return sum(1 + max(len(line) - 1, 0) // max(width, 1) for line in text.split("\n"))
 
 
 def wrap_words(text: Text, width: int) -> list[Line]:

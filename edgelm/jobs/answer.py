@@ -98,6 +98,9 @@ class Answerer:
         notes = (*request.notes, *notes)
         if request.thinking_budget is not None and style.reasoning is None and not style.is_harmony:
             notes = (*notes, "the thinking budget has no effect: the model does not think")
+        if chat is not None and (effort := chat.rendered.effort):
+            asked = request.template_kwargs["reasoning_effort"]
+            notes = (*notes, f"the model's chat template refuses the reasoning effort {asked!r}: {effort!r} is used")
         stops = request.stop if chat is None else (*request.stop, *(await self._templates.template()).stop_strings)
         predicted = [{"role": "assistant", "content": request.prediction}] if request.prediction else []
         past = await self._past.tokens([*request.past, *predicted])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 from edgelm.base.errors import RequestError
 from edgelm.text.history import normalized, shaped
 from edgelm.text.message_forms import REASONING, argument_strings
-from edgelm.text.template import ChatTemplate, Message, TemplateFailedError, too_long
+from edgelm.text.template import ChatTemplate, Message, RefusedError, TemplateFailedError, other_efforts, too_long
 
 # Printable letters without case that almost nobody writes (CJK extension B). No template filter changes them.
 _PLACEHOLDERS = range(0x20000, 0x2A6E0)
@@ -43,6 +44,7 @@ class Rendered:
     text: str
     plain: dict[str, str] = field(default_factory=dict)  # placeholder: the string that it stands for
     spans: list[Span] = field(default_factory=list, compare=False)
+    effort: str = field(default="", compare=False)  # the `reasoning_effort` in place of one that the template refuses
 
     @property
     def restored(self) -> str:
@@ -66,8 +68,9 @@ def render_chat(
     """Render a conversation in OpenAI's form; see ChatTemplate.render for the other arguments.
 
     With `continue_final_message`, the text ends with that of the last message, which is an assistant's. `with_spans`
-    adds the places of the messages. `pictures` are the marks of pictures in the messages (pictures.py). Raises
-    RequestError for invalid messages, and the errors of the template.
+    adds the places of the messages. For a `reasoning_effort` that the template refuses, it gets the nearest one that it
+    takes. `pictures` are the marks of pictures in the messages (pictures.py). Raises RequestError for invalid messages,
+    and the errors of the template.
     """
     messages = normalized(messages, template)
     chat = {"messages": messages, "tools": tools, **kwargs}
@@ -76,7 +79,9 @@ def render_chat(
     if continue_final_message:
         add_generation_prompt, end = False, hidden.unused()
         chat["messages"] = _with_end(chat["messages"], end)
-    text = _render_forms(template, chat, add_generation_prompt=add_generation_prompt, max_bytes=max_bytes)
+    text, effort = _with_effort(template, chat, add_generation_prompt=add_generation_prompt, max_bytes=max_bytes)
+    if effort:
+        chat["reasoning_effort"] = effort
     _check_controls(template, chat, hidden, text, add_generation_prompt)
     spans = _spans(template, chat, text, add_generation_prompt=add_generation_prompt) if with_spans else []
     if continue_final_message:
@@ -88,7 +93,18 @@ def render_chat(
         plain[mark] = name
     if plain and max_bytes is not None and len(restored(rendered, plain).encode("utf-8", "surrogatepass")) > max_bytes:
         raise too_long(max_bytes)
-    return Rendered(rendered, plain, spans if rendered == text else [])
+    return Rendered(rendered, plain, spans if rendered == text else [], effort)
+
+
+def _with_effort(template: ChatTemplate, chat: dict[str, Any], **options: Any) -> tuple[str, str]:
+    """Return the text of a chat, and the effort in place of one that the template refuses; empty: it refuses none."""
+    try:
+        return _render_forms(template, chat, **options), ""
+    except RefusedError as error:
+        for effort in other_efforts(chat.get("reasoning_effort"), error.message):
+            with suppress(RefusedError):
+                return _render_forms(template, {**chat, "reasoning_effort": effort}, **options), effort
+        raise
 
 
 def _render_forms(template: ChatTemplate, chat: dict[str, Any], **options: Any) -> str:

@@ -284,7 +284,7 @@ def _replayed(
     if not turns or strange:
         return rendered, ()
     text = entry.rendered.text[:done] + rendered.text[at:]
-    return Rendered(text, {**entry.rendered.plain, **rendered.plain}), tuple(turns)
+    return Rendered(text, {**entry.rendered.plain, **rendered.plain}, effort=rendered.effort), tuple(turns)
 
 
 def _spells_control(pieces: Sequence[bytes], controls: Sequence[bool], template: ChatTemplate) -> bool:

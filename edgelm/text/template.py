@@ -23,7 +23,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -186,21 +185,11 @@ class ChatTemplate:
     ) -> str:
         """Return the text of a conversation. Other keywords, such as `enable_thinking`, go to the template.
 
-        For a `reasoning_effort` that the template refuses, it gets the nearest one that it takes. Raises RefusedError
-        with the template's own message, TemplateFailedError, TooLongError; ModelError for a template that is broken or
-        does something forbidden.
+        Raises RefusedError with the template's own message, TemplateFailedError, TooLongError; ModelError for a
+        template that is broken or does something forbidden.
         """
         turns = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        try:
-            return self._rendered({**kwargs, **turns}, max_bytes)
-        except RefusedError:
-            for effort in _nearest(kwargs.get("reasoning_effort")):
-                with suppress(RefusedError):
-                    return self._rendered({**kwargs, **turns, "reasoning_effort": effort}, max_bytes)
-            raise
-
-    def _rendered(self, given: dict[str, Any], max_bytes: int | None) -> str:
-        names = {"documents": None, **_copied(given), "bos_token": self.bos, "eos_token": self.eos}
+        names = {"documents": None, **_copied({**kwargs, **turns}), "bos_token": self.bos, "eos_token": self.eos}
         try:
             return "".join(_bounded(self._compiled.generate(names), max_bytes))
         except _RefusalError as error:
@@ -235,9 +224,12 @@ class ChatTemplate:
         return {spelling for text in strings for spelling in (text, text.replace("\u2581", " "))}
 
 
-def _nearest(effort: object) -> list[str]:
-    """Return the other efforts, the nearest first, and of two the higher one."""
-    if effort not in EFFORTS:
+def other_efforts(effort: object, refusal: str) -> list[str]:
+    """Return the efforts to try after a template refused one, the nearest first, and of two the higher one.
+
+    There are none if the template's message names no effort: it refuses something else.
+    """
+    if effort not in EFFORTS or not re.search(rf"effort|\b{effort}\b", refusal, re.IGNORECASE):
         return []
     at = EFFORTS.index(str(effort))
     return sorted(EFFORTS[at + 1 :] + EFFORTS[:at], key=lambda other: abs(EFFORTS.index(other) - at))

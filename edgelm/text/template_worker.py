@@ -55,6 +55,7 @@ class RenderedText:
     text: str
     plain: dict[str, str]
     spans: list[Any]
+    effort: str
 
 
 class _Renderer:
@@ -83,7 +84,7 @@ class _Renderer:
             rendered = render_chat(self._template, request.messages, **request.options)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        child.send(RenderedText(rendered.text, rendered.plain, rendered.spans))
+        child.send(RenderedText(rendered.text, rendered.plain, rendered.spans, rendered.effort))
 
 
 def _limit_resources() -> None:

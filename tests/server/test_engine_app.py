@@ -70,6 +70,7 @@ class FakeTemplates:
     stop_strings: tuple[str, ...] = ()
     error: RequestError | None = None
     prompt = (5, 6, 7)
+    effort = ""
     source = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
     def __init__(self) -> None:
@@ -86,7 +87,7 @@ class FakeTemplates:
         self.cache_namespace = cache_namespace
         if self.error is not None:
             raise self.error
-        return Prompt(list(self.prompt), Rendered(""), {})
+        return Prompt(list(self.prompt), Rendered("", effort=self.effort), {})
 
     async def cache_answer(self, prompt: Prompt, answer: list[int], message: Any) -> None:
         assert prompt.ids == list(self.prompt)
@@ -247,6 +248,18 @@ async def test_the_shape_of_a_whole_answer(app: Any, engine: FakeEngine, templat
         },
     }
     assert templates.learnt == [([1, 2, 9], {"role": "assistant", "content": "one two"})]
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}])
+@pytest.mark.parametrize("own", [False, True])
+async def test_an_effort_that_the_template_refuses_is_named(
+    app: Any, engine: FakeEngine, templates: FakeTemplates, own: bool, fields: dict[str, Any]
+) -> None:
+    templates.effort = "xhigh"
+    effort = {"reasoning_effort": "max"}
+    answer = await post(app, engine, END, **({"chat_template_kwargs": effort} if own else effort), **fields)
+    last = events(answer)[-2] if fields else answer.json()
+    assert last["edgelm"]["notes"] == ["the model's chat template refuses the reasoning effort 'max': 'xhigh' is used"]
 
 
 async def test_tokens_that_show_nothing_yet_make_no_chunk(app: Any, engine: FakeEngine) -> None:

@@ -328,14 +328,31 @@ def test_an_effort_that_a_template_refuses_becomes_the_nearest(effort: str | Non
         "{{ reasoning_effort|default('none') }}"
     )
     kwargs = {} if effort is None else {"reasoning_effort": effort}
-    assert qwen.render([{"role": "user", "content": "Hi"}], **kwargs) == used
+    rendered = render_chat(qwen, [{"role": "user", "content": "Hi"}], **kwargs)
+    assert rendered.text == used
+    assert rendered.effort == ("" if used in (effort, "none") else used)
 
 
 def test_a_refusal_for_another_reason_is_the_templates_own() -> None:
     template = ChatTemplate("{{ raise_exception('only ' ~ reasoning_effort) }}")
     for effort in ("high", "17", ["high"]):
         with pytest.raises(RefusedError, match=r"only (high|17|.+high.+)"):
-            template.render([], reasoning_effort=effort)
+            render_chat(template, [], reasoning_effort=effort)
+
+
+def test_a_refusal_that_names_no_effort_is_not_rendered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("{{ raise_exception('roles must follow each other') }}")
+    efforts: list[object] = []
+    render = template.render
+
+    def counted(*messages: Any, **names: Any) -> str:
+        efforts.append(names.get("reasoning_effort"))
+        return render(*messages, **names)
+
+    monkeypatch.setattr(template, "render", counted)
+    with pytest.raises(RefusedError, match="roles must"):
+        render_chat(template, [], reasoning_effort="low")
+    assert list(filter(None, efforts)) == ["low"], "the others are probes"
 
 
 @pytest.mark.parametrize("specials", [frozenset(), frozenset({"<|im_start|>", "<|im_end|>"})])

@@ -99,6 +99,20 @@ async def test_tokens_are_those_of_the_parent_process(template: str | None, tmp_
             assert tokens == encode_chat(tokenizer, ChatTemplate.of(tokenizer), say(text), **options)
 
 
+async def test_the_effort_that_was_used_comes_with_each_prompt_of_a_conversation(start: Any) -> None:
+    runner = start(
+        "{% if reasoning_effort == 'max' %}{{ raise_exception('no effort max') }}{% endif %}"
+        "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
+    )
+    messages = say("Hi")
+    for _ in range(2):
+        prompt = await runner.render_prompt(messages, max_bytes=MANY, template_kwargs={"reasoning_effort": "max"})
+        assert prompt.rendered.effort == "xhigh"
+        answer = {"role": "assistant", "content": "x"}
+        await runner.cache_answer(prompt, [*runner._tokenizer.encode("x", special=False, bos=False)], answer)
+        messages = [*messages, answer, *say("And?")]
+
+
 async def test_one_process_serves_many_requests_at_once(start: Any) -> None:
     runner = start("{{ messages[0].content }}")
     texts = [f"text {number}" for number in range(20)]

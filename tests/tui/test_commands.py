@@ -155,6 +155,13 @@ async def test_the_palette_has_the_same_commands(open_chat: Open) -> None:
         await chat.sees("there is nothing to export yet")
 
 
+async def test_the_titles_of_a_narrow_help_page_are_on_one_line(open_chat: Open) -> None:
+    async with open_chat(size=(60, 20)) as chat:
+        await chat.press("f1")
+        await chat.type("open")
+        await chat.sees("In the list of chats")
+
+
 async def test_help_shows_every_key_and_command(open_chat: Open) -> None:
     async with open_chat((100, 220)) as chat:
         await chat.press("f1")

@@ -95,6 +95,24 @@ async def test_keys_may_be_faster_than_the_list(open_chat: Open, folder: Path) -
         await chat.until(lambda: ("user", "to @src") in chat.turns, "sent without a file")
 
 
+async def test_an_at_in_a_command_and_in_an_earlier_message_is_a_word(open_chat: Open, folder: Path) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.press(*"/system Answer to @src", "enter")
+        await chat.until(lambda: chat.session.chat.system == "Answer to @src", "the command has its word")
+        await chat.type("thanks @src")
+        await chat.sees("src/adder.py")
+        await chat.press("escape", "enter")
+        await chat.until(lambda: chat.turns[:1] == [("user", "thanks @src")], "sent as words")
+        await chat.answered()
+        await chat.press("up", "enter")
+        await chat.until(lambda: [text for role, text in chat.turns if role == "user"] == ["thanks @src"] * 2, "again")
+        await chat.answered()
+        await chat.press("up", "backspace")
+        await chat.sees("src/adder.py")
+        assert names(chat) == []
+
+
 async def test_keys_that_come_at_once_attach_a_file_too(open_chat: Open, folder: Path) -> None:
     async with open_chat() as chat:
         await chat.ready()

@@ -18,7 +18,7 @@ from edgelm.chats.export_html import to_html
 from edgelm.chats.formulas import keep_formulas
 from edgelm.chats.history import Chat, Message, Tree
 from edgelm.client.answer_stream import AnswerStats
-from edgelm.tui.lines import FoldedRow, clean, cut_name, wrap_cells, wrap_words
+from edgelm.tui.lines import FoldedRow, clean, cut_name, text_width, wrap_cells, wrap_words
 from edgelm.tui.palette import Palette, contrast, make_palette
 from edgelm.tui.prompt.box import History
 from edgelm.tui.status import Status, status_text
@@ -305,3 +305,9 @@ def test_a_folded_answer_that_begins_with_code_shows_its_first_line() -> None:
 def test_a_folded_answer_tells_its_lines_of_the_screen() -> None:
     (line,) = FoldedRow("word " * 100).draw(60, PALETTE)
     assert line.text.plain.endswith("…  9 lines")
+
+
+@pytest.mark.parametrize(("more", "end"), [(0, "x"), (1, "  2 lines")])
+def test_a_folded_message_as_wide_as_the_text_is_one_line(more: int, end: str) -> None:
+    (line,) = FoldedRow("x" * (text_width(60) + more)).draw(60, PALETTE)
+    assert line.text.plain.removesuffix("…").endswith(end)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, Literal
 
+from rich.console import Group as Lines
+from rich.console import RenderableType
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
@@ -393,7 +395,7 @@ class HelpScreen(ModalScreen[None]):
         self.query_one(Static).update(self._page(event.value.lower().split()))
         self.query_one(VerticalScroll).scroll_home(animate=False)
 
-    def _page(self, words: Sequence[str] = ()) -> Table:
+    def _page(self, words: Sequence[str] = ()) -> Lines:
         return _help_page(self._groups, words, KEY_CELLS if self.app.size.width >= ROOMY else KEY_CELLS_NARROW)
 
     @on(Input.Submitted)
@@ -417,28 +419,35 @@ class HelpScreen(ModalScreen[None]):
         self.app.call_later(self.app.run_action, action, chat)
 
 
-def _help_page(groups: Sequence[Group], words: Sequence[str], key_cells: int) -> Table:
+def _help_page(groups: Sequence[Group], words: Sequence[str], key_cells: int) -> Lines:
     """Return the lines that have all of these words, in lower case, below the titles of their groups."""
-    table = Table.grid(padding=(0, 1))
-    table.add_column(width=key_cells)
-    table.add_column()
     # Left, right, and the action of a click.
     parts = [
         (title, [(key.shown, key.help, key.action if title == EVERYWHERE else "") for key in keys])
         for title, keys in groups
     ]
     parts.append(("Commands", [(command.usage, command.help, f"run({command.name!r})") for command in COMMANDS]))
+    blocks: list[RenderableType] = []
     for title, lines in parts:
         shown = [line for line in lines if all(word in f"{line[0]} {line[1]}".lower() for word in words)]
         if shown:
-            table.add_row(Text.assemble((title, "bold underline")), "")
+            table = _help_table(key_cells)
             for left, right, action in shown:
                 table.add_row(Text(left, _clickable("bold", action)), Text(right, _clickable("", action)))
             table.add_row("", "")
-    if not table.row_count:
-        table.add_row("", "no key or command has these words; /help WORDS asks the guide")
+            blocks += [Text(title, "bold underline"), table]  # a title is as wide as both columns
+    end = _help_table(key_cells)
+    if not blocks:
+        end.add_row("", "no key or command has these words; /help WORDS asks the guide")
     for note in () if words else HELP_NOTES:
-        table.add_row("", note)
+        end.add_row("", note)
+    return Lines(*blocks, end)
+
+
+def _help_table(key_cells: int) -> Table:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=key_cells)
+    table.add_column()
     return table
 
 

@@ -118,7 +118,13 @@ class FilePicker:
             self.take(opens=pending)
 
     def _word(self) -> tuple[Place | None, str]:
-        """Return the place of the @word before the cursor, and the word without its @."""
+        """Return the place of the @word before the cursor, and the word without its @.
+
+        None in a command, and in a text of the history: it was sent with these words.
+        """
+        text = self._prompt.text
+        if (text.startswith("/") and not text.startswith("//")) or self._prompt.sent.shows(text):
+            return None, ""
         row, column = self._prompt.cursor_location
         match = word_before(self._prompt.document.get_line(row)[:column])
         if match is None or self._prompt.selection.start != self._prompt.selection.end:

@@ -15,6 +15,7 @@ from edgelm.chats.knowledge.guide import searchable_pages
 from edgelm.chats.knowledge.index import Knowledge
 from edgelm.chats.knowledge.languages import LINES, in_english, language_of
 from edgelm.chats.knowledge.passages import split_text
+from edgelm.chats.knowledge.question import LEAST_PREFIX, terms
 from edgelm.chats.knowledge.quote import MOST_CHARS, fitting, share_of_context
 from edgelm.chats.knowledge.sections import Section, guess
 
@@ -48,6 +49,8 @@ SMALL_TALK = (
 _LARGER = "A larger model for this machine"
 _SIZE = re.compile(r"\b\d+(?:[.,]\d+)?\s*(?:b|[kmg]i?b)\b", re.IGNORECASE)  # the guide has other examples
 _COMPUTER = re.compile(r"\b(?:laptop|notebook|macbook|computer|pc)\b", re.IGNORECASE)
+_WORD = re.compile(r"[^\W_]+")
+_FRAMES = frozenset(["chat", "create", "make", "mean"])  # words that any question may have, or any title
 _PULL = re.compile(r"`/pull (\S+)`")
 
 
@@ -59,12 +62,13 @@ def starter_passages(knowledge: Knowledge, question: str, larger: str | None, co
     """
     knowledge.refresh([GUIDE])
     last = larger_model(larger)
-    language = language_of(question)
+    original, language = question, language_of(question)
+    asked = _listed().get(_folded(original), set())
     question = _SIZE.sub("", in_english(question, language) if language else _COMPUTER.sub("machine", question))
-    if language and not question:
+    if language and not question and not asked:
         return [last]
     about = guess(question)
-    if about.unknown >= UNKNOWN_SHARE:
+    if about.unknown >= UNKNOWN_SHARE and not asked:
         return [last]
     matches = {(p.source, p.heading): p for p in reversed(knowledge.search([GUIDE], question, max_chars=MOST_CHARS))}
     ranks = {section: rank for rank, section in enumerate(reversed(matches))}
@@ -72,12 +76,44 @@ def starter_passages(knowledge: Knowledge, question: str, larger: str | None, co
     costs = {
         section: RANK_COST * ranks.get(section, MISSING_RANK) - logprob
         for section, logprob in about.sections.items()
-        if section in passages
+        if section in passages and (not asked or section in asked)
     }
-    best = sorted(costs, key=costs.__getitem__)[:2]
+    best = sorted(costs, key=costs.__getitem__)[: 1 if asked else 2]
     likely = [passages[section] for section in best if costs[section] - costs[best[0]] < CLOSE]
     chosen = fitting(likely, share_of_context(context) - last.size)
-    return [*chosen, *([] if about.unknown < SURE_SHARE else [last])]
+    is_sure = about.unknown < SURE_SHARE or (bool(chosen) and _is_about(original, best[0]))
+    return [*chosen, *([] if is_sure else [last])]
+
+
+@functools.cache
+def _listed() -> dict[str, set[Section]]:
+    """Return the sections of the questions beside the guide, by their words. A single word may be small talk."""
+    found: dict[str, set[Section]] = {}
+    for page in searchable_pages():
+        for title, texts in page.asked.items():
+            for text in texts.split("\n"):
+                if " " in (words := _folded(text)):
+                    found.setdefault(words, set()).add((page.topic, title))
+    return found
+
+
+def _folded(question: str) -> str:
+    return " ".join(_WORD.findall(question.casefold()))
+
+
+def _is_about(question: str, section: Section) -> bool:
+    """Tell whether a section certainly answers a question: one of its list, or one with no word but those of its title.
+
+    Capitals, signs and the plural do not count.
+    """
+    if section in _listed().get(_folded(question), ()):
+        return True
+    words = {_singular(word) for word in terms(question)} - _FRAMES
+    return bool(words) and words == {_singular(word) for word in terms(section[1])} - _FRAMES
+
+
+def _singular(word: str) -> str:
+    return word.removesuffix("s") if len(word) > LEAST_PREFIX else word
 
 
 @functools.cache
@@ -105,8 +141,11 @@ def starter_answers(passages: Sequence[Passage], question: str = "") -> list[str
     if (language := language_of(question)) and (about := [p for p in passages if p.heading != _LARGER]):
         return ["\n\n".join([LINES[language], *(passage.text.strip("\n") for passage in about)])]
     answers = list(SMALL_TALK)
-    if quoted := [passage.text.strip("\n") for passage in passages if passage.heading != _LARGER]:
-        answers.append("\n\n".join(quoted))
+    if about := [p for p in passages if p.heading != _LARGER]:
+        quoted = "\n\n".join(passage.text.strip("\n") for passage in about)
+        if _is_about(question, (about[0].source, about[0].heading)):
+            return [quoted]
+        answers.append(quoted)
     answers += [f"{UNKNOWN} {passage.text}" for passage in passages if passage.heading == _LARGER]
     return answers if passages else [*answers, UNKNOWN, WITHOUT_PASSAGES]
 

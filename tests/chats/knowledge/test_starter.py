@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from edgelm.base.passages import Passage
-from edgelm.chats.knowledge.guide import sections
+from edgelm.chats.knowledge.guide import TOPICS, question_groups, sections
 from edgelm.chats.knowledge.index import Knowledge
+from edgelm.chats.knowledge.languages import language_of
 from edgelm.chats.knowledge.starter import (
     SMALL_TALK,
     UNKNOWN,
@@ -64,6 +65,30 @@ def test_it_reads_the_section_that_a_question_is_about(knowledge: Knowledge, que
     passages = starter_passages(knowledge, question, "qwen3:4b")
     assert heading in [passage.heading for passage in passages]
     assert len(passages) <= 3
+
+
+def test_a_question_of_the_list_gets_its_section_also_in_capitals(knowledge: Knowledge) -> None:
+    """The index is read again for each one: these are every 300th, and those that failed."""
+    asked = [(text, group.title) for topic in TOPICS for group in question_groups(topic) for text in group.questions]
+    attach = ("can I attach a photo?", "What can be attached")
+    assert attach in asked
+    for text, title in [attach, *(pair for pair in asked[::300] if " " in pair[0] and not language_of(pair[0]))]:
+        for question in (text, text[0].upper() + text[1:], text.upper()):
+            passages = starter_passages(knowledge, question, None)
+            assert [passage.heading for passage in passages] == [title], question
+            assert starter_answers(passages, question) == [passages[0].text.strip("\n")], question
+
+
+@pytest.mark.parametrize("question", ["What is a preset?", "How do I make a preset?", "What are presets?", "Presets"])
+def test_a_question_for_what_a_title_names_is_certain(knowledge: Knowledge, question: str) -> None:
+    passages = starter_passages(knowledge, question, None)
+    assert [passage.heading for passage in passages] == ["Presets of the chat"]
+    assert len(starter_answers(passages, question)) == 1, "the model has no choice"
+
+
+@pytest.mark.parametrize("text", ["bye", "see you", "I see now"])
+def test_small_talk_has_its_answers(knowledge: Knowledge, text: str) -> None:
+    assert set(SMALL_TALK) < set(starter_answers(starter_passages(knowledge, text, None), text))
 
 
 def test_a_question_about_something_else_finds_nothing(knowledge: Knowledge) -> None:
