@@ -24,6 +24,7 @@ from edgelm.base.machine.cpu import OtherLoad
 from edgelm.base.places import own_places
 
 CHECK_S = 0.2  # between two looks at the load; the kernel counts in hundredths of seconds
+PAUSE_S = 1.0  # between two steps, in which nobody asked
 SPIN_US = 2000  # longer than the host's work between two steps
 # Cores that others use, beyond those that our threads leave free. Between the two, nothing changes.
 BUSY_ABOVE, QUIET_BELOW = 0.4, 0.25
@@ -139,6 +140,7 @@ class Pace:
         self._load = load
         self._now = now
         self._checked = -math.inf
+        self._ended = math.inf  # the last step; none was
         self._busy = False
         self._beyond = 0.0
         policy = own_places().wait_policy
@@ -165,8 +167,11 @@ class Pace:
 
     def end(self, num_tokens: int, began: float) -> None:
         """Take the time of a step that was computed."""
-        if not self._fixed and num_tokens <= DECODE_TOKENS:
-            self._trial.took(num_tokens, self._now() - began)
+        if self._fixed:
+            return
+        self._ended = self._now()
+        if num_tokens <= DECODE_TOKENS:
+            self._trial.took(num_tokens, self._ended - began)
 
     def _check(self, now: float) -> None:
         """Look at the load by others."""
@@ -174,6 +179,8 @@ class Pace:
         others = self._load.cores()
         if others is None:
             return
+        if now - self._ended > PAUSE_S:  # the mean of a pause: what ran then may have ended
+            others = min(others, self._load.runnable())
         self._beyond = others - max(0, self._load.num_cores - self._count)
         busy = self._beyond > (QUIET_BELOW if self._busy else BUSY_ABOVE)
         if busy != self._busy:

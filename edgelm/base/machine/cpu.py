@@ -6,6 +6,7 @@ of what the cores are used for: the backends choose thread counts from them.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -197,6 +198,14 @@ class OtherLoad:
             return None
         busy = self._last.busy_s - last.busy_s - (self._last.own_s - last.own_s)
         return max(0.0, busy / (self._last.at - last.at))
+
+    def runnable(self) -> float:
+        """Return how many threads want a core at this moment, besides the calling one; infinity: it is not known."""
+        for line in reversed((read_text(self._stat) or "").splitlines()):
+            name, _, count = line.partition(" ")
+            if name == "procs_running" and count.isdecimal():
+                return max(int(count) - 1, 0)
+        return math.inf
 
     def _read(self) -> _Used | None:
         busy = 0

@@ -35,6 +35,7 @@ class Machine:
             monkeypatch.delenv(name, raising=False)
         self.num_cores = cores
         self.others: float | None = 0.0
+        self.at_once: float | None = None  # others that run at a moment; None: as many as in the mean
         self.can_sleep = can_sleep
         self.clock = Clock()
         self.count = 0
@@ -44,6 +45,9 @@ class Machine:
 
     def cores(self) -> float | None:
         return self.others
+
+    def runnable(self) -> float:
+        return self.at_once if self.at_once is not None else self.others or 0.0
 
     def set(self, single: int, batch: int) -> None:
         assert single == batch
@@ -119,6 +123,22 @@ def test_the_first_step_knows_the_load_while_the_model_was_loaded(monkeypatch: p
     machine = Machine(monkeypatch)
     machine.others = 1.9
     assert machine.run(machine.pace(), 0.04, num_tokens=64) == [(1, SPINNING)]
+
+
+def test_what_ran_in_a_pause_and_has_ended_is_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    pace = machine.pace()
+    machine.run(pace, 1)
+    machine.clock.now += 60
+    machine.others, machine.at_once = 2.0, 0.0
+    assert machine.run(pace, 0.04, num_tokens=64) == [(2, SPINNING)]
+    machine.clock.now += 60
+    machine.at_once = 2.0
+    assert machine.run(pace, 0.04, num_tokens=64) == [(1, SPINNING)]
+    machine.step_s[1, SPINNING] = machine.step_s[2, SPINNING] = 3.0
+    machine.at_once = 0.0
+    machine.run(pace, 3.0, num_tokens=64)
+    assert machine.run(pace, 3.0, num_tokens=64) == [(1, SPINNING)], "others ran beside a long step, not in a pause"
 
 
 def test_a_setting_that_becomes_slow_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

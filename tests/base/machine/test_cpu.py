@@ -1,5 +1,6 @@
 """Usable cores: affinity, siblings, fast cores, quotas."""
 
+import math
 import os
 import random
 import sys
@@ -189,7 +190,19 @@ def test_the_load_by_others_is_that_of_our_cores_without_ours(tmp_path: Path, mo
 
 
 def test_a_system_without_the_file_has_no_load(tmp_path: Path) -> None:
-    assert module.OtherLoad(tmp_path).cores() is None
+    load = module.OtherLoad(tmp_path)
+    assert (load.cores(), load.runnable()) == (None, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("line", "others"), [("procs_running 3", 2), ("procs_running 1", 0), ("procs_running x", math.inf)]
+)
+def test_threads_that_want_a_core_now_are_counted_without_the_one_that_asks(
+    tmp_path: Path, line: str, others: float
+) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/stat").write_text(f"cpu  1 2 3 4 5 6 7 8\ncpu0 1 2 3 4 5 6 7 8\n{line}\nprocs_blocked 0\n")
+    assert module.OtherLoad(tmp_path).runnable() == others
 
 
 @pytest.mark.parametrize("columns", ["", "1 2 3 4", "a b c d e f g h"])
