@@ -158,6 +158,7 @@ async def test_a_drag_from_the_margin_selects_whole_lines(open_chat: Open, endpo
     async with open_chat(size=(160, 30)) as chat:
         await chat.ready()
         await chat.ask("Begin")
+        await chat.until(lambda: "Five six." in chat.text, "the answer on the screen")
         lines = chat.text.split("\n")
         first = next(i for i, line in enumerate(lines) if "One two." in line)
         left = chat.transcript.region.x + 3

@@ -49,8 +49,8 @@ class _Closing:
         result = {key: self._part(key, value, path, inner) for key, value in schema.items()}
         if self._is_whole(schema) and not joined:
             names = self._names(schema, _MAX_REFS)
-            if names is not None:
-                own = result.get("properties") or {}
+            own = result.get("properties") or {}
+            if names is not None and isinstance(own, Mapping):  # or else the grammar's check says what is wrong
                 result |= {
                     "properties": {**own, **{name: {} for name in names if name not in own}},
                     "additionalProperties": False,
@@ -68,7 +68,8 @@ class _Closing:
 
     def _is_whole(self, schema: Mapping[str, Any]) -> bool:
         """Whether an object is described here, and not by one alternative or one reference alone."""
-        return bool(schema.get("properties")) or len(schema.get("allOf") or ()) > 1 or "if" in schema
+        parts = schema.get("allOf")
+        return bool(schema.get("properties")) or (isinstance(parts, list) and len(parts) > 1) or "if" in schema
 
     def _names(self, schema: Any, depth: int) -> list[str] | None:
         """Return the names of all properties that an object may have; None: it says that there may be others."""
