@@ -48,12 +48,19 @@ def measured_clock(
     return StepClock(StepCosts(points))
 
 
-def throttled(drafters: Mapping[str, Drafter], clock: StepClock, settings: Settings) -> Drafter:
+def throttled(
+    drafters: Mapping[str, Drafter], clock: StepClock, settings: Settings, places: Places, identity: bytes
+) -> Drafter:
     """Combine drafters, by their names, into one: the first one with a draft proposes it.
 
-    Each has its own throttle, so that a drafter that loses does not stop the others.
+    Each has its own throttle, so that a drafter that loses does not stop the others. Heads that nobody asked for begin
+    with a trial: unlike texts, they know nothing of whether they will be right.
     """
-    throttles = [ThrottledDrafter(drafter, clock, settings.max_draft, name) for name, drafter in drafters.items()]
+    proofs = {} if settings.draft == "mtp" else {"mtp": places.cache / "acceptance" / f"{identity.hex()}.heads"}
+    throttles = [
+        ThrottledDrafter(drafter, clock, settings.max_draft, name, proofs.get(name))
+        for name, drafter in drafters.items()
+    ]
     return throttles[0] if len(throttles) == 1 else ChainDrafter(throttles)
 
 

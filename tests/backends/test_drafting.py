@@ -27,6 +27,7 @@ from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.summary import model_facts
 from edgelm.engine.clock import DecodeStep, Measured, StepClock, StepCosts
 from edgelm.engine.core import Sequence, Stats
+from edgelm.engine.speculation import throttle
 from edgelm.engine.watch import StepRecord
 from tests.engine.fake import SimpleDrafter
 from tests.odd_models import HEAD, KV_HEADS, Odd, write_odd
@@ -140,7 +141,7 @@ def test_a_number_bounds_each_draft(model: Path, places: Places) -> None:
     assert 0 < stats.accepted <= 66  # of 100 tokens, in steps of at most three
 
 
-def test_a_drafter_that_loses_does_not_stop_another() -> None:
+def test_a_drafter_that_loses_does_not_stop_another(places: Places) -> None:
     class Constant(SimpleDrafter):
         def __init__(self, token: int) -> None:
             self.token = token
@@ -150,7 +151,7 @@ def test_a_drafter_that_loses_does_not_stop_another() -> None:
 
     clock = StepClock(StepCosts([Measured(1, 0, 0.01), Measured(64, 0, 0.02)]))
     clock.last = DecodeStep(1, 5, 0.02, 0.01)
-    drafter = throttled({"ngram": Constant(0), "model": Constant(1)}, clock, Settings())
+    drafter = throttled({"ngram": Constant(0), "model": Constant(1)}, clock, Settings(), places, b"")
     seq = Sequence(0, [1], 1, SamplingParams())
     drafter.begin(seq)
     drafted = []
@@ -356,7 +357,10 @@ def test_the_heads_of_a_model_draft_where_they_may(
     assert bool(accepted) is bool(drafters)
 
 
-def test_texts_draft_first_and_heads_elsewhere(with_heads: Path, places: Places) -> None:
+def test_texts_draft_first_and_heads_elsewhere(
+    with_heads: Path, places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(throttle, "TRIAL_RATE", 1.0)
     loaded = built(with_heads, places, parallel=1, memory=False)
     try:
         seen, accepted = who_drafted(loaded)
@@ -368,7 +372,10 @@ def test_texts_draft_first_and_heads_elsewhere(with_heads: Path, places: Places)
 
 @pytest.mark.parametrize("arch", ["qwen35", "qwen35moe"])
 @pytest.mark.parametrize("named", [False, True])
-def test_heads_in_a_file_beside_a_model_draft(arch: Odd, named: bool, tmp_path: Path, places: Places) -> None:
+def test_heads_in_a_file_beside_a_model_draft(
+    arch: Odd, named: bool, tmp_path: Path, places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(throttle, "TRIAL_RATE", 1.0)
     model = write_odd(tmp_path / "m.gguf", arch, heads=0.0, part="model")
     heads = write_odd(tmp_path / ("drafts.gguf" if named else "mtp-m.gguf"), arch, heads=0.0, part="heads")
     loaded = built(model, places, parallel=1, memory=False, draft=str(heads) if named else "mtp")

@@ -20,6 +20,7 @@ import json
 import random
 import resource
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -86,13 +87,18 @@ class SimulatedHeads:
         return (self.answer[self._at] if right else -5), sure
 
 
-def speed(answers: Iterable[Answer], who: Sequence[str], costs: Costs, heads: SimulatedHeads, most: int) -> float:
+def speed(
+    answers: Iterable[Answer], who: Sequence[str], costs: Costs, heads: SimulatedHeads, most: int, proof: Path | None
+) -> float:
     """Return the tokens in the time of a plain step, over all answers; a draft has at most so many tokens."""
     clock = StepClock(StepCosts(Measured(rows, 0, STEP_S * costs.told(rows)) for rows in TOLD_ROWS))
     watch = SimpleNamespace(perf_counter=lambda: heads.now)
     drafters: dict[str, Drafter] = {"ngram": NgramDrafter(PastAnswers()), "mtp": MtpDrafter(heads, clock.plain_s)}
     with patch.object(throttle, "time", watch), patch.object(mtp_drafter, "time", watch):
-        drafter = ChainDrafter([ThrottledDrafter(drafters[name], clock, name=name) for name in who])
+        proofs = {"mtp": proof}
+        drafter = ChainDrafter(
+            [ThrottledDrafter(drafters[name], clock, name=name, proof=proofs.get(name)) for name in who]
+        )
         tokens = 0
         for number, answer in enumerate(answers):
             tokens += _decode(answer, number, drafter, clock, costs, heads, most)
@@ -261,7 +267,9 @@ def simulate(files: Sequence[Path], num_requests: int, document: Path | None) ->
                 for agreement in AGREEMENTS:
                     for who in WHO:
                         name = f"{path.stem}, {costs.name}, heads {cost}, agreement {agreement}, {'+'.join(who)}"
-                        figures[name] = speed(answers, who, costs, SimulatedHeads(agreement, cost), min(MAX_DRAFT, 3))
+                        with tempfile.TemporaryDirectory() as folder:  # heads on trial, as in the first process
+                            heads, proof = SimulatedHeads(agreement, cost), Path(folder, "proof")
+                            figures[name] = speed(answers, who, costs, heads, min(MAX_DRAFT, 3), proof)
                         print(f"{figures[name]:.4f}  {name}", flush=True)
     least = min(figures, key=figures.__getitem__)
     print(f"least {figures[least]:.4f} ({least})")

@@ -415,7 +415,7 @@ def _drafting(
         drafters["mtp"] = MtpDrafter(executor.heads, clock.plain_s)
     if files.draft:
         drafters["model"] = _load_draft_model(files.draft, options, job.repack, tokenizer, clock)
-    return clock, throttled(drafters, clock, settings) if drafters else None
+    return clock, throttled(drafters, clock, settings, places, identity) if drafters else None
 
 
 # -- the draft model ---------------------------------------------------------------------------------------------------

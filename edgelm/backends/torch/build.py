@@ -118,7 +118,7 @@ def build_torch(
                         small, settings, decoder, executor.info, tokenizer, clock, places, reports
                     )
                 if drafters:
-                    drafter = throttled(drafters, clock, settings)
+                    drafter = throttled(drafters, clock, settings, places, identity)
                 else:
                     reports.say(NO_HEADS)
         except EdgeLMError:

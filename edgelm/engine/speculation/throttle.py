@@ -6,8 +6,10 @@ drafts are made.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from edgelm.engine.clock import StepClock
@@ -18,15 +20,21 @@ MIN_LOSS = 0.25  # each paused request halves the limit of the next one, down to
 MAX_CREDIT = 2.0  # plain steps of gains that count against later losses
 PAUSE = 64  # tokens without drafts; doubled by each further pause of a request
 FREE_TIME = 0.01  # plain steps: the time that `propose` may take
+TRIAL_RATE = 0.005  # plain steps that a drafter without proof may lose for each token of an answer
+TRIAL_COST = 0.15  # plain steps that a first draft takes beside its row
+PROOF = 3.0  # plain steps gained, after all losses between, by which a drafter is proved
+
+log = logging.getLogger(__name__)
 
 
 class _Account:
     """The time that drafting gained for one request, in plain steps."""
 
-    __slots__ = ("balance", "max_loss", "pause", "resume_at")
+    __slots__ = ("balance", "earned_to", "max_loss", "pause", "resume_at")
 
-    def __init__(self, max_loss: float) -> None:
+    def __init__(self, max_loss: float, length: int) -> None:
         self.balance = 0.0
+        self.earned_to = length  # the tokens before this have earned what a trial may lose
         self.max_loss = max_loss
         self.pause = PAUSE
         self.resume_at = 0  # sequence length at which drafting resumes
@@ -42,38 +50,67 @@ class _Account:
         return True
 
 
+class _Trial:
+    """The time that a drafter without proof may lose in all requests together, and what it has gained."""
+
+    __slots__ = ("balance", "gained")
+
+    def __init__(self) -> None:
+        self.balance = 0.0  # plain steps
+        self.gained = 0.0  # plain steps, since losses ate up the gains before
+
+    def add(self, gain: float) -> bool:
+        """Add to the balance, and tell whether the drafter is proved."""
+        self.balance += gain
+        self.gained = max(self.gained + gain, 0.0)
+        return self.gained >= PROOF
+
+
 class ThrottledDrafter:
     """A `Drafter` around another one. Each request has its own account; `max_draft` bounds the length of a draft.
 
     `name` is what a request may choose it by, and what those who watch see.
 
+    `proof` is a file that exists once the drafter has gained time with this model on this machine. Until then it is on
+    trial, except for requests that choose it: answers earn the time for drafts of one token, so that one that is never
+    right costs TRIAL_RATE. Without `proof`, it counts as proved.
+
     A single step with a long draft can lose more than an account may. While nothing is accepted, each pause after such
     a step halves the drafts of all requests; the first accepted token lifts that limit.
     """
 
-    def __init__(self, drafter: Drafter, clock: StepClock, max_draft: int | None = None, name: str = "ngram") -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        clock: StepClock,
+        max_draft: int | None = None,
+        name: str = "ngram",
+        proof: Path | None = None,
+    ) -> None:
         self._drafter = drafter
         self._name = name
         self._clock = clock
         self._max_draft = max_draft
         self._accounts: WeakKeyDictionary[Sequence, _Account] = WeakKeyDictionary()
         self._max_loss = MAX_LOSS  # of the next request
-        self._trial_len: int | None = None  # limit of drafts while nothing is accepted
+        self._cut_len: int | None = None  # limit of drafts while nothing is accepted
         self._accepted = False  # whether a token was accepted since the last pause
+        self._proof = proof
+        self._trial = _Trial() if proof and not proof.exists() else None
 
     def begin(self, seq: Sequence) -> None:
-        self._accounts[seq] = _Account(self._max_loss)
+        self._accounts[seq] = _Account(self._max_loss, len(seq.tokens))
         self._drafter.begin(seq)
 
     def propose(self, seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
         account = self._accounts[seq]
-        if len(seq.tokens) < account.resume_at or self._clock.plain_due or not self._may_draft(seq):
+        if len(seq.tokens) < account.resume_at or self._clock.plain_due or not self._may_draft(seq, marginal_cost):
             return []
         start = time.perf_counter()
-        draft = self._drafter.propose(seq, marginal_cost[: self._limit], forced)
+        draft = self._drafter.propose(seq, marginal_cost[: self._limit(seq)], forced)
         plain_s = self._clock.plain_s()
         if plain_s:
-            account.add(seq, min(FREE_TIME - (time.perf_counter() - start) / plain_s, 0.0))
+            self._add(seq, min(FREE_TIME - (time.perf_counter() - start) / plain_s, 0.0))
         if draft:
             seq.drafted_by = self._name
         return draft
@@ -83,14 +120,14 @@ class ThrottledDrafter:
 
         Its time is not counted, because the device computes meanwhile. If a plain step is due, it is the running one.
         """
-        if len(seq.tokens) + 1 < self._accounts[seq].resume_at or not self._may_draft(seq):
+        if len(seq.tokens) + 1 < self._accounts[seq].resume_at or not self._may_draft(seq, marginal_cost):
             return 0.0
-        return self._drafter.missed_draft_cost(seq, marginal_cost[: self._limit])
+        return self._drafter.missed_draft_cost(seq, marginal_cost[: self._limit(seq)])
 
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
         self._drafter.observe(seq, drafted, accepted)
         if accepted:
-            self._trial_len, self._accepted = None, True
+            self._cut_len, self._accepted = None, True
         step = self._clock.last
         if step is None or step.rows <= step.sequences:
             return
@@ -100,26 +137,56 @@ class ThrottledDrafter:
             return
         share = drafted / (step.rows - step.sequences)
         gain = accepted / step.sequences - share * (step.seconds / step.plain_s - 1)
-        if self._accounts[seq].add(seq, max(gain, -MAX_LOSS)):  # a stalled step is not its draft's fault
+        if self._add(seq, max(gain, -MAX_LOSS)):  # a stalled step is not its draft's fault
             if gain < -MAX_LOSS and not self._accepted:
-                self._trial_len = max(drafted // 2, 1)
+                self._cut_len = max(drafted // 2, 1)
             self._accepted = False
 
-    def _may_draft(self, seq: Sequence) -> bool:
-        """Tell whether a request lets this drafter draft: it may name one of ngram and mtp."""
-        choice = seq.params.draft
-        return choice == self._name or choice == "auto"
+    def _add(self, seq: Sequence, gain: float) -> bool:
+        """Add to the account of a request, or of the trial; tell whether drafting pauses."""
+        if self._trial and self._trial.add(gain):
+            self._prove(True)
+        return not self._on_trial(seq) and self._accounts[seq].add(seq, gain)
 
-    @property
-    def _limit(self) -> int | None:
-        """The length of the longest draft; None: any."""
-        return min((limit for limit in (self._max_draft, self._trial_len) if limit is not None), default=None)
+    def _prove(self, proved: bool) -> None:
+        """Begin or end the trial, and keep that for the next process."""
+        assert self._proof
+        self._trial = None if proved else _Trial()
+        try:
+            if proved:
+                self._proof.parent.mkdir(parents=True, exist_ok=True)
+                self._proof.touch()
+            else:
+                self._proof.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("%s cannot be changed, so %s begins again: %s", self._proof, self._name, error.strerror)
+
+    def _may_draft(self, seq: Sequence, marginal_cost: Seq[float]) -> bool:
+        """Tell whether a request lets this drafter draft (it may name one of ngram and mtp), and a trial lets it."""
+        if seq.params.draft not in (self._name, "auto"):
+            return False
+        if not self._trial or not self._on_trial(seq):
+            return True
+        account = self._accounts[seq]
+        self._trial.balance += TRIAL_RATE * (len(seq.tokens) - account.earned_to)
+        account.earned_to = len(seq.tokens)
+        return not marginal_cost or self._trial.balance >= marginal_cost[0] + TRIAL_COST
+
+    def _on_trial(self, seq: Sequence) -> bool:
+        return self._trial is not None and seq.params.draft == "auto"
+
+    def _limit(self, seq: Sequence) -> int | None:
+        """Return the length of the longest draft; None: any."""
+        limits = self._max_draft, self._cut_len, 1 if self._on_trial(seq) else None
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def end(self, seq: Sequence) -> None:
         account = self._accounts.pop(seq, None)
         if account:
             paused = account.resume_at > 0
             self._max_loss = max(account.max_loss / 2, MIN_LOSS) if paused else MAX_LOSS
+            if self._proof and not self._trial and self._max_loss == MIN_LOSS:  # three requests in a row lost time
+                self._prove(False)
         self._drafter.end(seq)
 
     def work(self, seconds: float) -> bool:

@@ -403,6 +403,7 @@ def test_settings_say_whether_heads_draft_and_counters_who_drafted(
 ) -> None:
     monkeypatch.setattr("edgelm.backends.torch.build.measured_clock", lambda *_: StepClock(COSTS))
     monkeypatch.setattr(StepClock, "plain_s", lambda _: 1.0)
+    monkeypatch.setattr("edgelm.engine.speculation.throttle.TRIAL_RATE", 1.0)
     path = write_odd(tmp_path / "m.gguf", "qwen35", 5, heads=0.0)
     places = Places({f"EDGELM_{name}_DIR": str(tmp_path / name) for name in ("CONFIG", "DATA", "CACHE", "RUNTIME")})
     settings = Settings(threads=1, ctx=512, engine="torch", device="cpu", memory=False, draft=draft)

@@ -6,6 +6,8 @@ import itertools
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -33,10 +35,10 @@ class Always(SimpleDrafter):
 class Run:
     """One or more sequences that decode; the test sets the time and the outcome of each step."""
 
-    def __init__(self, sequences: int = 1, max_draft: int | None = None) -> None:
+    def __init__(self, sequences: int = 1, max_draft: int | None = None, proof: Path | None = None) -> None:
         self.clock = StepClock(StepCosts([Measured(sequences, 0, PLAIN_S), Measured(64, 0, 40 * PLAIN_S)]))
         self.inner = Always()
-        self.drafter = ThrottledDrafter(self.inner, self.clock, max_draft)
+        self.drafter = ThrottledDrafter(self.inner, self.clock, max_draft, "mtp", proof)
         self.seqs = [Sequence(i, [1], 1, SamplingParams()) for i in range(sequences)]
         for seq in self.seqs:
             self.drafter.begin(seq)
@@ -269,3 +271,47 @@ def test_short_steps_that_lose_leave_drafts_long() -> None:
         assert drafted[0] == 4
         assert 0 in drafted
         next_request(run, number)
+
+
+def test_one_on_trial_first_saves_what_it_may_lose(tmp_path: Path) -> None:
+    run = Run(proof=tmp_path / "proof")
+    drafted = [run.step(drafted_s=1.2 * PLAIN_S, accepted=0)[0] for _ in range(400)]
+    assert not any(drafted[:40])
+    assert set(drafted) == {0, 1}, "a trial is one token"
+    assert 0.2 * sum(drafted) <= 0.005 * 400
+
+
+def test_one_that_gains_is_proved_for_later_processes(tmp_path: Path) -> None:
+    proof = tmp_path / "acceptance" / "proof"
+    run = Run(proof=proof)
+    drafted = [run.step(drafted_s=1.2 * PLAIN_S, accepted=4)[0] for _ in range(200)]
+    assert drafted[-1] == 4
+    assert proof.exists()
+    assert Run(proof=proof).step(drafted_s=PLAIN_S, accepted=4) == [4]
+
+
+def test_one_that_loses_request_after_request_is_on_trial_again(tmp_path: Path) -> None:
+    proof = tmp_path / "proof"
+    proof.touch()
+    run = Run(proof=proof)
+    for number in range(4):
+        for _ in range(20):
+            run.step(drafted_s=2 * PLAIN_S, accepted=0)
+        run.drafter.end(run.seqs[0])
+        run.seqs = [Sequence(9 + number, [1], 1, SamplingParams())]
+        run.drafter.begin(run.seqs[0])
+    assert not proof.exists()
+    assert run.step(drafted_s=PLAIN_S, accepted=4) == [0]
+
+
+def test_a_request_that_chooses_the_drafter_needs_no_proof(tmp_path: Path) -> None:
+    run = Run(proof=tmp_path / "proof")
+    run.seqs[0].params = replace(run.seqs[0].params, draft="mtp")
+    assert run.step(drafted_s=PLAIN_S, accepted=4) == [4]
+
+
+def test_a_disk_that_keeps_no_proof_stops_no_answer(tmp_path: Path) -> None:
+    tmp_path.joinpath("file").touch()
+    run = Run(proof=tmp_path / "file" / "proof")
+    drafted = [run.step(drafted_s=1.2 * PLAIN_S, accepted=4)[0] for _ in range(200)]
+    assert drafted[-1] == 4
