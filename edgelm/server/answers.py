@@ -6,7 +6,6 @@ Owns what a client sees while nothing comes, and of a failure in the middle. Doe
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack
@@ -61,18 +60,31 @@ class _Coming:
         self._ready: list[AnswerDelta] = []
         self._arrival = asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
+        self._alarm: asyncio.TimerHandle | None = None  # one for many waits: a timer costs as much as a delta
 
     async def arrived(self, limit_s: float) -> bool:
-        """Wait for deltas, the end or a failure; return whether one came in time."""
+        """Wait for deltas, the end or a failure; return whether one came. The wait may end early without."""
         if self._reading is None:
             self._reading = asyncio.ensure_future(self._read())
             self._reading.add_done_callback(lambda _: self._arrival.set())
         if not (self._ready or self._reading.done()):
             self._arrival.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(limit_s):
-                    await self._arrival.wait()
+            self._wake_by(limit_s)
+            await self._arrival.wait()
         return bool(self._ready) or self._reading.done()
+
+    def _wake_by(self, limit_s: float) -> None:
+        """End the wait after this time, or sooner."""
+        loop = asyncio.get_running_loop()
+        if self._alarm is not None and self._alarm.when() > loop.time() + limit_s:
+            self._alarm.cancel()
+            self._alarm = None
+        if self._alarm is None:
+            self._alarm = loop.call_later(limit_s, self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        self._arrival.set()
 
     def take(self) -> list[AnswerDelta]:
         """Return the deltas that arrived; none: the end. Raises the answer's failure, behind its last delta."""
@@ -88,6 +100,8 @@ class _Coming:
 
     async def cancel(self) -> None:
         """End the wait for the next delta."""
+        if self._alarm is not None:
+            self._alarm.cancel()
         if self._reading is not None:
             await cancel(self._reading)
 
