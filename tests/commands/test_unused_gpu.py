@@ -1,4 +1,4 @@
-"""A GPU that stands in the machine and is not used: `run`, `eval`, `serve` and `ps` say so in one line.
+"""A GPU that stands in the machine and is not used: all commands that run one say so in one line.
 
 The GPU is a `nvidia-smi` that lists one.
 """
@@ -68,6 +68,23 @@ def test_run_says_it_unless_the_user_asked_for_the_processor(
     assert done.stderr.count(LINE) == (not asked)
     if asked:
         assert not Path(environment["PATH"].split(os.pathsep)[0], "calls").exists(), "the driver's tool takes time"
+
+
+def test_the_chat_says_it_once_of_a_file(environment: dict[str, str], model: Path) -> None:
+    """It asks for the file by its path, and the engine has a name."""
+    command = [sys.executable, "-m", "edgelm", "--plain", "--model", str(model)]
+    typed = "hello\nagain\n/quit\n"
+    done = subprocess.run(
+        command, env=environment, input=typed, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(LINE) == 1, done.stdout
+
+
+def test_bench_says_it(environment: dict[str, str], model: Path) -> None:
+    done = edgelm(environment, "bench", model, "-p", "16", "-n", "2", "-r", "1")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(LINE) == 1
 
 
 def test_eval_says_it(environment: dict[str, str], model: Path, tmp_path: Path) -> None:
