@@ -180,8 +180,9 @@ class FakeEndpoint:
             return 200, {"id": path, "object": "model", "edgelm": {"path": self._path_of(self.models[0])}}
         if path == "/edgelm/ps" and self.is_edgelm:
             state = {"state": "starting", "progress": self.loading[0]} if self.loading else {"state": "ready"}
-            return 200, {"pid": 1, "models": [{"model": name, "path": self._path_of(name), "error": None, "progress": None,
-                                               "requests": self.busy, "unused_gpu": self.unused_gpu or None, **state}
+            state |= {"requests": self.busy, "unused_gpu": self.unused_gpu or None}
+            return 200, {"pid": 1, "models": [{"model": name, "path": self._path_of(name), "error": None,
+                                               "progress": None, **state}
                                               for name in self.models]}  # fmt: skip
         return 404, {"error": {"message": f"there is nothing at {path}", "code": "not_found"}}
 
