@@ -3,8 +3,8 @@
     python -m tests.bench.gpu_lines [WHEEL of edgelm-llama [NUMBER…]] > docs/results/gpu-lines-DATE.txt
 
 No GPU is needed. Machines are folders with the files and the nvidia-smi that they would have; packages and models are
-facts that the choice of an engine is asked with. The commands at the end run in faked machines (tests/faked_machine.py),
-which takes minutes; numbers choose some of these.
+facts that the choice of an engine is asked with. At the end commands run in faked machines (faked_machine.py), which
+takes minutes; numbers choose some of these.
 """
 
 from __future__ import annotations
