@@ -353,5 +353,6 @@ def _fit_problem(
     except ModelError as error:
         if settings.engine == "torch":
             raise
-        return error.message
+        # Others, and other parts of it (MIG), may have room: it is the one that CUDA counts first.
+        return f"{error.message} on {cuda.name}" if error.message.endswith("are free") else error.message
     return ""

@@ -99,6 +99,8 @@ def unused_gpu(choice: EngineChoice, settings: Settings, situation: Situation) -
         reason = gpu.problem or "--engine llama"
     elif situation.cuda.old_driver:
         hint = gpu.hint or situation.offload_problem or situation.cuda.hint
+    if reason == situation.fit_problem and situation.cuda.free_bytes < situation.cuda.total_bytes / 2:
+        hint = "; ".join(filter(None, ["end other programs on it", hint]))
     if not (situation.llama_problem or gpu.hint or situation.offload_problem):
         reason += f", and {NO_OFFLOAD}"
     return f"{gpu.is_not_used}: {reason}" + (f"; {hint}" if hint else "")

@@ -97,6 +97,7 @@ class Client:
         self._root = self.base_url.removesuffix("/v1")
         self._opened: openai.AsyncOpenAI | None = None
         self._refused: set[str] = set()  # those of `OPTIONAL`
+        self._paths: dict[str, Any] = {}  # of models that are asked for by another name than their engines have
         self._takes_late_system = True
         self._pictures = SmallPictures()
 
@@ -163,12 +164,32 @@ class Client:
     async def is_idle(self, model: str) -> bool:
         """Return whether an edgelm endpoint has a model loaded and no engine of it works on a request."""
         engines = await self._engines()
-        is_loaded = any(engine.get("model") == model and engine.get("state") == "ready" for engine in engines)
+        is_loaded = (await self._of(model, engines)).get("state") == "ready"
         return is_loaded and not any(engine.get("requests") for engine in engines)
 
     async def _engine(self, model: str) -> dict[str, Any]:
         """Return the state of a model's engine; empty where there is none or the endpoint is not edgelm."""
-        return next((engine for engine in await self._engines() if engine.get("model") == model), {})
+        return await self._of(model, await self._engines())
+
+    async def _of(self, model: str, engines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the engine of a model, which may be asked for by its path or an alias; empty: there is none."""
+        if not engines:
+            return {}
+        if (named := next((engine for engine in engines if engine.get("model") == model), None)) is not None:
+            return named
+        if model not in self._paths:
+            client = await self._client()
+            import openai
+
+            try:
+                body: Any = await client.get(
+                    f"/models/{quote(model, safe='')}", cast_to=object, options={"timeout": SHORT_S}
+                )
+            except openai.APIError:
+                return {}
+            self._paths[model] = mapping(mapping(body).get("edgelm")).get("path")
+        path = self._paths[model]
+        return next((engine for engine in engines if path and engine.get("path") == path), {})
 
     async def _engines(self) -> list[dict[str, Any]]:
         """Return the states of all engines; empty where the endpoint is not edgelm."""

@@ -127,6 +127,12 @@ def test_what_the_kernels_cannot_take_is_llama_cpps(tmp_path: Path, monkeypatch:
         chosen(plain, engine="torch")
 
 
+def test_a_model_without_room_names_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_package, "find_cuda", lambda: CudaState("", "", "GPU X", 2**28, 2**33))
+    wide = write_tiny(tmp_path / "wide.gguf", width=512, ffn=2048, layers=8)
+    assert chosen(wide).reasons[0].endswith(" GiB are free on GPU X")
+
+
 @pytest.mark.parametrize("kv", ["fp8", "k6v4"])
 def test_a_cache_that_only_another_engine_has_is_refused_with_the_reason(wide: Path, kv: str) -> None:
     with pytest.raises(ModelError, match=rf"--kv {kv} is not among the KV caches of llama\.cpp \(f16, k8v16"):

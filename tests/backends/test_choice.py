@@ -144,6 +144,7 @@ def test_a_model_that_nothing_runs_is_the_models_fault() -> None:
 CARD = StandingGpu("NVIDIA GeForce RTX 4090")
 TYPE = "type: pipx inject edgelm edgelm-llama-cuda"
 ALONE = "this llama.cpp computes on the processor only"
+END = "end other programs on it"
 UNUSED = replace(GGUF, gpu=CARD, offload_hint=TYPE)
 
 
@@ -186,6 +187,16 @@ UNUSED = replace(GGUF, gpu=CARD, offload_hint=TYPE)
             {"llama_problem": "llama.cpp does not read safetensors", "cuda": NO_TRITON},
             {},
             "NVIDIA GeForce RTX 4090 is not used: triton is not installed; pipx install 'edgelm[cuda]'",
+        ),
+        (
+            {"fit_problem": "it needs 2 GiB, 1 GiB are free", "cuda": replace(GPU, free_bytes=1, total_bytes=12)},
+            {},
+            f"NVIDIA GeForce RTX 4090 is not used: it needs 2 GiB, 1 GiB are free, and {ALONE}; {END}; {TYPE}",
+        ),
+        (
+            {"fit_problem": "it needs 40 GiB, 11 GiB are free", "cuda": replace(GPU, free_bytes=11, total_bytes=12)},
+            {},
+            f"NVIDIA GeForce RTX 4090 is not used: it needs 40 GiB, 11 GiB are free, and {ALONE}; {TYPE}",
         ),
         ({}, {}, ""),  # it is used
         ({"torch_problem": "no mamba", "has_offload": True}, {}, ""),

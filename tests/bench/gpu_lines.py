@@ -1,9 +1,10 @@
 """Every line about a GPU that is not used, or not wholly, and what one sees while our kernels are checked.
 
-    python -m tests.bench.gpu_lines > docs/results/gpu-lines-DATE.txt
+    python -m tests.bench.gpu_lines [WHEEL of edgelm-llama [NUMBER…]] > docs/results/gpu-lines-DATE.txt
 
 No GPU is needed. Machines are folders with the files and the nvidia-smi that they would have; packages and models are
-facts that the choice of an engine is asked with. The commands at the end are run, with an nvidia-smi that lists a card.
+facts that the choice of an engine is asked with. At the end commands run in faked machines (faked_machine.py), which
+takes minutes; numbers choose some of these.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from edgelm.base.errors import EdgeLMError
 from edgelm.base.machine import cuda, gpu
 from edgelm.base.machine.gpu import NOT_NVIDIA, CudaState, StandingGpu, standing_gpu
 from edgelm.base.machine.llama_build import InstalledLlama, extra_command, gpu_backend_command
+from tests.faked_machine import PARTS_OF_TORCH, Card, Machine, make
+from tests.odd_models import write_odd
 from tests.tiny import write_tiny
 
 SMI = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that the latest ..."
@@ -44,7 +47,7 @@ OUR_WHEEL = InstalledLlama("edgelm-llama", "0.3.36.1", Path("/nowhere"))
 PIPX = Path("/home/me/.local/share/pipx/venvs/edgelm")
 TYPE = gpu_backend_command(OUR_WHEEL, "cuda", PIPX)
 GGUF = Situation(model="a GGUF", cuda=CudaState(cuda.NO_GPU), offload_hint=TYPE)
-LISTED = ("NVIDIA GeForce RTX 3060", 12288, 11300)
+RTX_3060 = "NVIDIA GeForce RTX 3060"
 WORKER = """
 import sys
 from edgelm.backends.gpu_check import Begun, Checked, Counted
@@ -119,7 +122,7 @@ def llama_without(package: str) -> str:
 
 def choices() -> Iterator[tuple[str, Settings, Situation]]:
     """Yield the machines whose driver lists a GPU that is not used."""
-    card, big = StandingGpu(LISTED[0]), StandingGpu("NVIDIA GeForce RTX 4090")
+    card, big = StandingGpu(RTX_3060), StandingGpu("NVIDIA GeForce RTX 4090")
     there = replace(GGUF, has_torch=True, cuda=CudaState("", "", big.name, 22 * 2**30, 24 * 2**30), gpu=big)
     alone = replace(GGUF, gpu=card, cuda=CudaState("torch is not installed", extra_command("cuda", PIPX)))
     unknown = "the torch engine does not support the architecture 'qwen35moe'"
@@ -169,7 +172,7 @@ def owners() -> Iterator[tuple[str, Settings, Situation]]:
     """Yield machines with their packages: what each way to run a GGUF says of itself."""
     there = CudaState("", "", "a GPU", 10 * 2**30, 12 * 2**30)
     no_torch = CudaState("torch is not installed", extra_command("cuda", PIPX))
-    bare, nvidia = replace(GGUF, offload_hint=""), StandingGpu(LISTED[0])
+    bare, nvidia = replace(GGUF, offload_hint=""), StandingGpu(RTX_3060)
     amd, arc = (StandingGpu(f"the {name} GPU", NOT_NVIDIA, backend="vulkan") for name in ("AMD", "Intel"))
     offload = {"has_offload": True, "has_card": True}
     vulkan = gpu_backend_command(OUR_WHEEL, "vulkan", PIPX)
@@ -217,64 +220,101 @@ def errors(call: Callable[[], Any]) -> str:
     return "no error"
 
 
-def commands(folder: Path) -> None:
-    """Run the commands on this machine, whose nvidia-smi lists a card and whose llama.cpp has no GPU."""
-    tool = folder / "nvidia-smi"
-    name, total, free = LISTED
-    tool.write_text(f"#!/bin/sh\necho '{name}, 580.65.06, {total}, {free}, GPU-1a, [N/A]'\n")
-    tool.chmod(0o755)
-    model, text = write_tiny(folder / "tiny.gguf", context=512), folder / "text.txt"
+def faked() -> Iterator[tuple[str, Machine, str]]:
+    """Yield machines in which the commands are run, and the architecture of the model."""
+    rtx_3060 = Card("NVIDIA GeForce RTX 3060", 12288, 11300)
+    rtx_4090 = Card("NVIDIA GeForce RTX 4090", 24564, 22528, "8.9", "GPU-2b")
+    divided = Card("NVIDIA A100-SXM4-80GB", 81920, 81000, "8.0", "GPU-3c", ((19968, 600), (9728, 9700)))
+    two = [rtx_4090._replace(free_mib=4000), rtx_3060]
+
+    def with_torch(*cards: Card, **more: Any) -> Machine:
+        return Machine(cards, packages=PARTS_OF_TORCH, sees_cuda=True, **more)
+
+    yield "RTX 3060, edgelm alone", Machine([rtx_3060]), "llama"
+    yield "RTX 3060, torch is one for processors", Machine([rtx_3060], packages=PARTS_OF_TORCH), "llama"
+    yield "RTX 4090, edgelm[cuda], driver 550", with_torch(rtx_4090, driver="550.54.15", driver_cuda=12040), "llama"
+    yield "RTX 3060 in WSL, edgelm alone", Machine([rtx_3060], wsl=True), "llama"
+    yield "RTX 3060 in WSL, whose driver does not work", Machine([rtx_3060], wsl=True, says=BLOCKED), "llama"
+    yield (
+        "A100 in parts (MIG), of which another program has filled the first, edgelm[cuda]",
+        with_torch(divided),
+        "llama",
+    )
+    yield "RTX 4090 that a game fills and RTX 3060, edgelm[cuda], LFM2", with_torch(*two), "lfm2"
+    yield "RTX 3060 that a game fills, edgelm[cuda]", with_torch(rtx_3060._replace(free_mib=600)), "llama"
+    yield "RTX 4090, edgelm[cuda], Nemotron-H", with_torch(rtx_4090), "nemotron_h"
+
+
+def commands(folder: Path, machine: Machine, kind: str, llama: Path | None) -> None:
+    """Run the commands in a machine whose llama.cpp has no GPU; print what they say about the GPU."""
+    python, environment = make(machine, folder, llama)
+    model, text = folder / "model.gguf", folder / "text.txt"
+    if kind == "llama":
+        write_tiny(model, context=512)
+    else:
+        write_odd(model, kind)  # type: ignore[arg-type]
     text.write_text("Once upon a time there was a little girl. " * 40)
-    places = {f"EDGELM_{kind}_DIR": str(folder / kind.lower()) for kind in ("CONFIG", "DATA", "CACHE", "RUNTIME")}
-    environment = os.environ | places | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "160"}
-    for arguments in (
-        ("run", model, "hello", "--raw", "--max-tokens", "2"),
-        ("bench", model),
-        ("eval", model, text),
-        ("plan", model),
-        ("doctor",),
-        ("doctor", "--gpu", "--out", folder / "report.txt"),
-    ):
-        command = [sys.executable, "-m", "edgelm", *map(str, arguments)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-        lines = [*done.stderr.splitlines(), *done.stdout.splitlines()]
-        about = [
-            line.replace(str(folder), "~")
-            for line in lines
-            if "GPU" in line or "not used" in line or "kernels" in line or "here " in line
-        ]
-        shown = " ".join(Path(argument).name if isinstance(argument, Path) else argument for argument in arguments)
-        show(f"edgelm {shown}", *(about or lines[-3:]))
-    served(folder, model, environment)
 
+    def edgelm(*arguments: str | Path) -> list[str]:
+        command = [python, "-m", "edgelm", *map(str, arguments)]
+        done = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False
+        )
+        return _told(folder, done.stderr + done.stdout)
 
-def served(folder: Path, model: Path, environment: dict[str, str]) -> None:
-    """Run a server with the model, and look at its log and `ps`."""
-
-    def edgelm(*arguments: str) -> str:
-        command = [sys.executable, "-m", "edgelm", *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-        return (done.stdout + done.stderr).replace(str(folder), "~")
-
+    show("edgelm run model.gguf hello", *edgelm("run", model, "hello", "--max-tokens", "2"))
+    show("edgelm bench model.gguf", *edgelm("bench", model))
+    show("edgelm eval model.gguf text.txt", *edgelm("eval", model, text))
+    show("edgelm plan model.gguf", *edgelm("plan", model))
+    show("edgelm doctor", *edgelm("doctor"))
     log = folder / "log"
     with log.open("w") as file:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "edgelm", "serve", str(model), "--port", "0"],
-            env=environment,
-            stdout=file,
-            stderr=file,
-        )
+        command = [str(python), "-m", "edgelm", "serve", str(model), "--port", "0"]
+        server = subprocess.Popen(command, env=environment, stdout=file, stderr=file, stdin=subprocess.DEVNULL)
         try:
-            deadline = time.monotonic() + 60
-            while "http" not in log.read_text() and time.monotonic() < deadline:
-                time.sleep(0.2)
-            edgelm("load", "tiny")
-            listing = edgelm("ps").splitlines()
+            _until(lambda: "http" in log.read_text())
+            edgelm("load", "model")
+            listing = edgelm("ps")
+            row = _told(folder, chat_row([str(python), "-m", "edgelm", "--model", "model"], environment, folder))
         finally:
             server.terminate()
             server.wait(60)
-    show("edgelm serve tiny.gguf (its log)", *(line for line in log.read_text().splitlines() if "not used" in line))
-    show("edgelm ps", *listing[1:])
+    show("edgelm serve model.gguf: its log", *_told(folder, log.read_text()))
+    show("edgelm ps", *listing)
+    show("edgelm --model model, the row of its state (the whole line is a notification)", *row)
+
+
+def _told(folder: Path, text: str) -> list[str]:
+    """Return the lines about a GPU, without the folder's name."""
+    words = ("GPU", "not used", "our own kernels", "WSL", "here  ")
+    kept = [line for line in text.replace(str(folder), "~").splitlines() if any(word in line for word in words)]
+    return kept or ["(nothing about a GPU)"]
+
+
+def chat_row(command: list[str], environment: dict[str, str], folder: Path) -> str:
+    """Return the row of state, by tmux, of a chat of 160 columns that has answered once."""
+
+    def tmux(*arguments: str) -> str:
+        asked = ["tmux", "-S", str(folder / "tmux"), "-f", os.devnull, *arguments]
+        return subprocess.run(asked, env=environment, capture_output=True, text=True, check=True).stdout
+
+    tmux("new-session", "-d", "-x", "160", "-y", "30", *command)
+    try:
+        _until(lambda: "model" in tmux("capture-pane", "-p"))
+        tmux("send-keys", "hello")
+        _until(lambda: "hello" in tmux("capture-pane", "-p"))
+        tmux("send-keys", "Enter")
+        _until(lambda: "not used" in tmux("capture-pane", "-p"), 20)
+        parts = (line.split("│")[-1].strip() for line in tmux("capture-pane", "-p").splitlines())
+        return "\n".join(part for part in parts if "not used: " in part)
+    finally:
+        tmux("kill-server")
+
+
+def _until(true: Callable[[], bool], limit_s: float = 60) -> None:
+    deadline = time.monotonic() + limit_s
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.2)
 
 
 def main() -> None:
@@ -308,8 +348,11 @@ def main() -> None:
         with patch.object(trial, "install_command", lambda package: f"type: pipx inject edgelm {package}"):
             show("gcc is missing", errors(lambda: _raise(RuntimeError("Failed to find C compiler."))))
             show("Python.h is missing", errors(_without_headers))
-        print("\nCommands where nvidia-smi lists a card, torch is one for processors, and so is llama.cpp\n")
-        commands(folder)
+        llama = Path(sys.argv[1]) if sys.argv[1:] else None
+        for number, (title, here, kind) in enumerate(faked(), 1):
+            if not sys.argv[2:] or str(number) in sys.argv[2:]:
+                print(f"\nCommands, in faked machine {number}: {title}\n", flush=True)
+                commands(folder / str(number), here, kind, llama)
 
 
 def _raise(error: Exception) -> None:

@@ -182,6 +182,19 @@ async def test_a_loading_model_is_waited_for(client: Client, endpoint: FakeEndpo
     assert await client.loading("starter") is None
 
 
+@pytest.mark.parametrize("other", ["/models/tiny.gguf", "small", "tiny:latest"])
+async def test_an_engine_is_found_by_any_name_of_its_model(client: Client, endpoint: FakeEndpoint, other: str) -> None:
+    endpoint.other_names, endpoint.unused_gpu, endpoint.loading = [other], "a GPU is not used", [0.5]
+    for name in (endpoint.models[0], other):
+        assert await client.unused_gpu(name) == endpoint.unused_gpu
+        loading = await client.loading(name)
+        assert loading is not None
+        assert loading.progress == 0.5
+    assert await client.unused_gpu("unknown") == ""
+    endpoint.loading = []
+    assert await client.is_idle(other)
+
+
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
 async def test_reasoning_is_separate_from_the_text(client: Client, endpoint: FakeEndpoint, name: str) -> None:
     endpoint.reasoning, endpoint.answers, endpoint.reasoning_field = "First think.", ["Then say."], name

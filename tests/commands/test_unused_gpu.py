@@ -1,6 +1,6 @@
-"""A GPU that stands in the machine and is not used: `run`, `eval`, `serve` and `ps` say so in one line.
+"""A GPU that stands in the machine and is not used: all commands that run one say so in one line.
 
-The GPU is a `nvidia-smi` that lists one.
+The GPU is a `nvidia-smi` that lists one, or a whole faked machine.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faked_machine import PARTS_OF_TORCH, Card, Machine, make
 from tests.server.harness import LIMIT_S, serving, until
 from tests.tiny import write_tiny
 
@@ -70,9 +71,59 @@ def test_run_says_it_unless_the_user_asked_for_the_processor(
         assert not Path(environment["PATH"].split(os.pathsep)[0], "calls").exists(), "the driver's tool takes time"
 
 
+def test_the_chat_says_it_once_of_a_file(environment: dict[str, str], model: Path) -> None:
+    """It asks for the file by its path, and the engine has a name."""
+    command = [sys.executable, "-m", "edgelm", "--plain", "--model", str(model)]
+    typed = "hello\nagain\n/quit\n"
+    done = subprocess.run(
+        command, env=environment, input=typed, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(LINE) == 1, done.stdout
+
+
+def test_bench_says_it(environment: dict[str, str], model: Path) -> None:
+    done = edgelm(environment, "bench", model, "-p", "16", "-n", "2", "-r", "1")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(LINE) == 1
+
+
 def test_eval_says_it(environment: dict[str, str], model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time there was a little girl. " * 40)
     done = edgelm(environment, "eval", model, text)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(LINE) == 1
+
+
+RTX_3060 = Card("NVIDIA GeForce RTX 3060", 12288, 11300)
+A100 = Card("NVIDIA A100-SXM4-80GB", 81920, 81000, "8.0", "GPU-2b", parts=((19968, 500), (9728, 9700)))
+SEES = {"packages": PARTS_OF_TORCH, "sees_cuda": True}
+
+
+@pytest.mark.parametrize(
+    ("machine", "line"),
+    [
+        (Machine([RTX_3060], wsl=True), "NVIDIA GeForce RTX 3060 is not used: torch is not installed, and "),
+        (
+            Machine([RTX_3060], wsl=True, says="Failed to initialize NVML: GPU access blocked"),
+            "GPU access blocked; update NVIDIA's driver in Windows, and type there: wsl --shutdown\n",
+        ),
+        (
+            Machine([RTX_3060], driver_cuda=12040, **SEES),
+            "NVIDIA GeForce RTX 3060 is not used: the NVIDIA driver is for CUDA 12.4, too old for torch 2.13.0, ",
+        ),
+        (Machine([A100], **SEES), "GiB are free on NVIDIA A100-SXM4-80GB MIG 2g.20gb, and "),
+        (
+            Machine([A100._replace(name="A", free_mib=240, parts=()), RTX_3060._replace(free_mib=500)], **SEES),
+            "GiB are free on NVIDIA GeForce RTX 3060, and ",
+        ),
+    ],
+    ids=["WSL, no torch", "WSL without a working driver", "an old driver", "a full part", "the freer of two"],
+)
+def test_run_says_it_in_this_machine(tmp_path: Path, model: Path, machine: Machine, line: str) -> None:
+    python, environment = make(machine, tmp_path / "machine")
+    command = [python, "-m", "edgelm", "run", model, "hello", "--raw", "--max-tokens", "2"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(line) == 1, done.stderr

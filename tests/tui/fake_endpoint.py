@@ -177,13 +177,18 @@ class FakeEndpoint:
                     model["edgelm"] = {"path": self.paths[model["id"]]}
             return 200, {"object": "list", "data": data}
         if unquote(path.removeprefix("/v1/models/")) in [*self.models, *self.other_names]:
-            return 200, {"id": path, "object": "model"}
+            return 200, {"id": path, "object": "model", "edgelm": {"path": self._path_of(self.models[0])}}
         if path == "/edgelm/ps" and self.is_edgelm:
             state = {"state": "starting", "progress": self.loading[0]} if self.loading else {"state": "ready"}
-            return 200, {"pid": 1, "models": [{"model": name, "error": None, "progress": None,
-                                               "requests": self.busy, "unused_gpu": self.unused_gpu or None, **state}
+            state |= {"requests": self.busy, "unused_gpu": self.unused_gpu or None}
+            return 200, {"pid": 1, "models": [{"model": name, "path": self._path_of(name), "error": None,
+                                               "progress": None, **state}
                                               for name in self.models]}  # fmt: skip
         return 404, {"error": {"message": f"there is nothing at {path}", "code": "not_found"}}
+
+    @staticmethod
+    def _path_of(name: str) -> str:
+        return f"/models/{name}.gguf"
 
     def _embed(self, texts: list[str]) -> tuple[int, dict[str, Any]]:
         """Return vectors of two numbers: whether a text is about cats, and whether it is not."""
