@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,7 +35,7 @@ from edgelm.checkpoints.shape import (
 from edgelm.checkpoints.values import Values
 from edgelm.kernels.delta_sizes import DELTA_DIMS, DeltaSizes
 from edgelm.kernels.gates import Gate, GateKind
-from edgelm.models.families import FAMILIES, Family, Names, Routing, family_of_folder, family_of_gguf
+from edgelm.models.families import FAMILIES, Family, Names, Routing, family_of_folder, family_of_gguf, names_of_next
 from edgelm.models.rope_config import LAYER_TYPES, RopeConfig, folder_rope, gguf_local_rope, gguf_rope
 
 ARCHITECTURE = "general.architecture"  # a key that every GGUF has
@@ -126,6 +126,11 @@ class ModelConfig:
     experts: ExpertConfig | None
     tied: bool | None  # the output matrix is the embedding; None: not stated, so it is if the file has no other
     next_layer: LayerConfig | None = None  # of the head that predicts the token after the next one
+
+    def with_next_layer(self) -> ModelConfig:
+        """Return the configuration whose last layer is that of the head, by the names that it has in the files."""
+        assert self.next_layer is not None
+        return replace(self, layers=(*self.layers, self.next_layer), names=names_of_next(self.names))
 
     # The decoder's residual stream is the family's over `residual_scale`: then blocks need not scale their results.
 

@@ -8,8 +8,8 @@ tensors that end in `.weight` and `.bias`.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Literal, NamedTuple
 
 from edgelm.kernels.gates import GateKind
 
@@ -120,6 +120,43 @@ FOLDER_NAMES = Names(
     expert_up="model.layers.{i}.mlp.experts.{e}.up_proj",
     expert_down="model.layers.{i}.mlp.experts.{e}.down_proj",
 )
+
+
+class NextNames(NamedTuple):
+    """The names of a head that predicts the token after the next one, beside those of its layer.
+
+    A file may lack the last three: then they are the model's.
+    """
+
+    joint: str
+    embedding_norm: str
+    hidden_norm: str
+    norm: str
+    embedding: str
+    output: str
+
+
+GGUF_NEXT = NextNames(
+    joint="blk.{i}.nextn.eh_proj",
+    embedding_norm="blk.{i}.nextn.enorm",
+    hidden_norm="blk.{i}.nextn.hnorm",
+    norm="blk.{i}.nextn.shared_head_norm",
+    embedding="blk.{i}.nextn.embed_tokens",
+    output="blk.{i}.nextn.shared_head_head",
+)
+FOLDER_NEXT = NextNames(
+    joint="mtp.fc",
+    embedding_norm="mtp.pre_fc_norm_embedding",
+    hidden_norm="mtp.pre_fc_norm_hidden",
+    norm="mtp.norm",
+    embedding="mtp.embed_tokens",
+    output="mtp.lm_head",
+)
+
+
+def names_of_next(names: Names) -> Names:
+    """Return the names of the layer of such a head: a folder has it apart, a GGUF behind the last layer."""
+    return Names(**{name: text.replace("model.layers.{i}", "mtp.layers.0") for name, text in asdict(names).items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

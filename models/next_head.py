@@ -29,35 +29,6 @@ class Entrance(NamedTuple):
     joint: Linear  # [hidden_size, 2 * hidden_size]: the columns of the embedding first
 
 
-class NextNames(NamedTuple):
-    """The names of its tensors, beside those of the layer. The last two may be missing, and then are the model's."""
-
-    joint: str
-    embedding_norm: str
-    hidden_norm: str
-    norm: str
-    embedding: str
-    output: str
-
-
-GGUF_NEXT = NextNames(
-    joint="blk.{i}.nextn.eh_proj",
-    embedding_norm="blk.{i}.nextn.enorm",
-    hidden_norm="blk.{i}.nextn.hnorm",
-    norm="blk.{i}.nextn.shared_head_norm",
-    embedding="blk.{i}.nextn.embed_tokens",
-    output="blk.{i}.nextn.shared_head_head",
-)
-FOLDER_NEXT = NextNames(
-    joint="mtp.fc",
-    embedding_norm="mtp.pre_fc_norm_embedding",
-    hidden_norm="mtp.pre_fc_norm_hidden",
-    norm="mtp.norm",
-    embedding="mtp.embed_tokens",
-    output="mtp.lm_head",
-)
-
-
 class NextHead(Decoder):
     """A decoder of that one layer."""
 

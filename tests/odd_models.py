@@ -34,14 +34,16 @@ def write_odd(
     heads: float | None = None,
     drop: str = "-",
     part: Part = "all",
+    router: GGMLQuantizationType = Q8_0,
     tiny: Tiny = Tiny(vocab_size=VOCAB),  # noqa: B008 - it is frozen
 ) -> Path:
     """Write a model of an architecture; the same seed always writes the same bytes.
 
     Tensors with `drop` in their names are left out. With `heads`, qwen35 also has a head that predicts the token after
     the next, and all text depends mostly on the last token, as the head does: `heads` is the weight of all others.
-    Where it is 1, all weights are random. `part` leaves out the heads, or the layers before them. The vocabulary is
-    that of `tiny`.
+    Where it is 1, all weights are random. `part` leaves out the heads, or the layers before them. `router` is the type
+    of experts' routers: F32 differs in llama.cpp in the last bits by the rows of a step, and then chooses other
+    experts; Q8_0 does not, and is coarse. The vocabulary is that of `tiny`.
     """
     rng = np.random.default_rng(seed)
     writer = GGUFWriter(path, arch)
@@ -71,8 +73,8 @@ def write_odd(
             weights *= 0.0 if is_head else heads
         if heads != 1.0 and name.endswith("eh_proj.weight"):
             weights = np.eye(WIDTH, 2 * WIDTH, dtype=np.float32)  # the embedding, not the hidden state
-        if "ffn_gate_inp" in name:  # F32 would differ in the last bits by the rows of a step, and choose other experts
-            writer.add_tensor(name, quantize(weights, Q8_0), raw_dtype=Q8_0)
+        if "ffn_gate_inp" in name:
+            writer.add_tensor(name, quantize(weights, router), raw_dtype=router)
             continue
         writer.add_tensor(name, weights)
     writer.write_header_to_file()

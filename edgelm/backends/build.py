@@ -17,7 +17,7 @@ from edgelm.backends.choice import EngineChoice, Situation, choose_engine, may_b
 from edgelm.backends.llama.placement import Wish
 from edgelm.backends.model import LoadedModel, OpenedModel, open_model
 from edgelm.backends.plan import MachineMemory
-from edgelm.backends.projectors import fitting_heads, fitting_projector, names_heads
+from edgelm.backends.projectors import fitting_heads, fitting_projector, names_heads, open_heads
 from edgelm.backends.reports import LOGGED, Reports
 from edgelm.base.config import Settings
 from edgelm.base.errors import DeviceError, DoesNotFitError, EngineError, GpuLoadError, ModelError, RequestError
@@ -55,9 +55,12 @@ def build(job: EngineJob, reports: Reports = LOGGED, places: Places | None = Non
     draft = find_draft_model(settings, places.hub) if job.drafts else None
     named = draft.path if draft else None
     has_heads = names_heads(named)
-    with open_model(job.model) as model:
-        beside = None if has_heads else named
-        choice = choose(model, settings, draft=beside, least_context=job.least_context, cuda_problem=job.cuda_problem)
+    with ExitStack() as files:
+        model = files.enter_context(open_model(job.model))
+        heads = fitting_heads(settings, job.model, model.facts, named, reports.warn) if job.drafts else None
+        drafting = files.enter_context(open_heads(model, heads.path if heads else None))
+        beside, least = None if has_heads else named, job.least_context
+        choice = choose(drafting, settings, draft=beside, least_context=least, cuda_problem=job.cuda_problem)
         for reason in choice.reasons:
             log.info("%s", reason)
         if choice.unused_gpu and not job.cuda_problem:  # that one was told already
@@ -65,12 +68,10 @@ def build(job: EngineJob, reports: Reports = LOGGED, places: Places | None = Non
         if choice.engine == "torch":
             if find_projector(settings, job.model):
                 reports.warn("the torch engine reads no pictures; --engine llama does")
-            if has_heads:
-                reports.warn("the torch engine drafts by no heads; --engine llama does")
             from edgelm.backends.torch.build import build_torch  # it imports torch, which is not on every machine
 
             with _gpu_load(choice, settings, reports) as watched:
-                loaded = build_torch(model, job, device=choice.device, draft=beside, places=places, reports=watched)
+                loaded = build_torch(drafting, job, device=choice.device, draft=beside, places=places, reports=watched)
         facts, parts, adapters = model.facts, model.files, _adapters(model, settings, places)
     if choice.engine == "llama":
         from edgelm.backends.llama.build import LlamaFiles, build_llama  # it imports llama.cpp
@@ -79,10 +80,9 @@ def build(job: EngineJob, reports: Reports = LOGGED, places: Places | None = Non
         if facts.summary.kind == "text":
             eyes = fitting_projector(settings, job.model, facts.summary, reports.warn)
         projector = eyes.path if eyes else None
-        heads = fitting_heads(settings, job.model, facts, named, reports.warn) if job.drafts else None
         small = require_gguf(draft).path if draft and not has_heads else None
-        files = LlamaFiles(parts, small, adapters, projector, heads)
-        loaded = build_llama(job, facts, files, gpu=choice.device == "gpu", places=places, reports=reports)
+        llama_files = LlamaFiles(parts, small, adapters, projector, heads)
+        loaded = build_llama(job, facts, llama_files, gpu=choice.device == "gpu", places=places, reports=reports)
     unused_gpu = choice.unused_gpu or partly_used(loaded.engine.info.device, choice, settings)
     if unused_gpu and not choice.unused_gpu:
         reports.warn(unused_gpu)
@@ -207,8 +207,12 @@ def predict(
     """
     named = draft if settings.drafts else None
     draft = None if names_heads(named) else named
-    with open_model(path) as model, open_model(draft) if draft else nullcontext() as small:
-        choice = choose(model, settings, draft=draft, freed_gpu_bytes=freed_gpu_bytes, cuda_problem=cuda_problem)
+    with ExitStack() as files:
+        model = files.enter_context(open_model(path))
+        small = files.enter_context(open_model(draft)) if draft else None
+        heads = fitting_heads(settings, path, model.facts, named)
+        drafting = files.enter_context(open_heads(model, heads.path if heads else None))
+        choice = choose(drafting, settings, draft=draft, freed_gpu_bytes=freed_gpu_bytes, cuda_problem=cuda_problem)
         on_gpu = choice.device == "cuda"
         usable = available_memory_bytes() if usable_bytes is None else int(usable_bytes / USABLE) + 1
         cuda = find_cuda() if on_gpu else CudaState("")
@@ -220,7 +224,7 @@ def predict(
 
             beside, context = small.facts if small else None, cuda.context_bytes
             footprint = plan_for_torch(
-                model.facts, beside, settings, machine, choice.device, context_bytes=context
+                drafting.facts, beside, settings, machine, choice.device, context_bytes=context
             ).plan.footprint(choice.device)
             return footprint.with_bytes(context) if on_gpu else footprint
         from edgelm.backends.llama.build import plan_context  # these import llama.cpp
@@ -238,7 +242,7 @@ def predict(
             settings,
             wish,
             draft_facts=small.facts if small else None,
-            heads=fitting_heads(settings, path, facts, named),
+            heads=heads,
             repack=repack,
             machine=machine,
         )

@@ -51,7 +51,7 @@ class OpVerdict:
 class CheckGpu:
     """Check the GPU, and the ops of a model on it; None: with all formats. The ops in `plain` are not tried.
 
-    `short`: those of one decoded token only, which is what a load waits for.
+    `short`: those of one decoded token only, which is what a load waits for. `heads` is the file that drafts for it.
     """
 
     model: Path | None
@@ -59,6 +59,7 @@ class CheckGpu:
     quantize: str
     plain: tuple[str, ...] = ()
     short: bool = False
+    heads: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +67,7 @@ class OpenedModel:
     gguf: GGUF | None = None
     folder: Safetensors | None = None
     config: Mapping[str, Any] | None = None  # config.json of a folder
+    heads: GGUF | None = None  # of a file beside it, which draft in the torch engine; `facts` counts them
 
     @property
     def name(self) -> str:
@@ -75,6 +76,11 @@ class OpenedModel:
     @property
     def files(self) -> tuple[Path, ...]:
         return self.gguf.paths if self.gguf else self.folder.paths if self.folder else ()
+
+    @property
+    def with_head(self) -> OpenedModel:
+        """The files that have the head which predicts ahead: those of the heads, or its own."""
+        return replace(self, gguf=self.heads, heads=None) if self.heads else self
 
     @property
     def llama_problem(self) -> str:

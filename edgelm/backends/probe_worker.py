@@ -33,11 +33,13 @@ if TYPE_CHECKING:
 def _choose(request: ChooseEngine, child: Child) -> None:
     from edgelm.backends.build import choose
     from edgelm.backends.model import open_model
-    from edgelm.backends.projectors import fitting_heads, names_heads
+    from edgelm.backends.projectors import fitting_heads, names_heads, open_heads
 
     with open_model(request.model) as model:
         draft = None if names_heads(request.draft) else request.draft
-        choice = choose(model, request.settings, draft=draft)
+        beside = fitting_heads(request.settings, request.model, model.facts, request.draft)
+        with open_heads(model, beside.path if beside else None) as drafting:
+            choice = choose(drafting, request.settings, draft=draft)
         devices: tuple[Device, ...] = ()
         if choice.device == "gpu":
             from edgelm.backends.llama.devices import llama_devices
@@ -49,7 +51,7 @@ def _choose(request: ChooseEngine, child: Child) -> None:
 
             facts, settings = model.facts, request.settings
             rollback = rollback_len(request.model, facts)
-            if beside := fitting_heads(settings, request.model, facts, request.draft):
+            if beside:
                 facts = facts.with_heads(beside.facts)
             heads = may_use_heads(facts, settings, rollback, Wish.of(settings, devices))
     cuda = find_cuda() if choice.device == "cuda" else None
@@ -97,10 +99,11 @@ def _write_random_model(request: WriteRandomModel, child: Child) -> None:
 
 def _keep_check(request: KeepCheck, child: Child) -> None:
     from edgelm.backends.model import open_model
+    from edgelm.backends.projectors import open_heads
     from edgelm.backends.torch.kept_checks import keep_whole
 
-    with open_model(request.model) as model:
-        keep_whole(model, request.settings, request.modes, own_places().cache, request.verdict)
+    with open_model(request.model) as model, open_heads(model, request.heads) as drafting:
+        keep_whole(drafting, request.settings, request.modes, own_places().cache, request.verdict)
     child.send(Written())
 
 

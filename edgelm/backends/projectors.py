@@ -5,10 +5,13 @@ Owns the check that they are of this model, and what happens with those that are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from edgelm.backends.model import OpenedModel
 from edgelm.base.config import Settings
 from edgelm.base.errors import ModelError
 from edgelm.checkpoints.files import shown
@@ -83,8 +86,26 @@ def fitting_heads(
         return None
 
 
+def heads_beside(settings: Settings, model: Path, warn: Callable[[str], None] = lambda _: None) -> HeadsFile | None:
+    """Return the file of heads that lies beside a model and drafts for it; None: there is none."""
+    if model.is_dir():
+        return None
+    with open_gguf(model) as gguf:
+        return fitting_heads(settings, model, model_facts(gguf), None, warn)
+
+
+@contextmanager
+def open_heads(model: OpenedModel, heads: Path | None) -> Iterator[OpenedModel]:
+    """Yield an open model with a file of its heads for the torch engine, where they read the model's own vocabulary."""
+    if heads is None:
+        yield model
+        return
+    with open_gguf(heads) as gguf:
+        yield replace(model, heads=gguf, facts=model.facts.with_heads(model_facts(gguf), share_ends=True))
+
+
 def _require_heads_of(gguf: GGUF, model: ModelSummary) -> None:
-    """Raise ModelError for a file that holds no heads, heads that llama.cpp cannot run, or those of another model."""
+    """Raise ModelError for a file that holds no heads, heads that no engine can run, or those of another model."""
     if not has_only_heads(gguf):
         raise ModelError(f"{gguf.name} holds no heads that draft for another file's model", ANOTHER)
     check_heads_for_llama(gguf)

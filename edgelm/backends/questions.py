@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from edgelm.backends.choice import Route
-from edgelm.backends.gpu_check import GpuVerdict
+from edgelm.backends.gpu_check import CheckGpu, GpuVerdict
 from edgelm.backends.llama.memory import Buffers, BufferSource
 from edgelm.backends.llama.placement import Device
 from edgelm.base.config import Settings
@@ -66,6 +66,7 @@ class KeepCheck:
     settings: Settings
     modes: tuple[str, ...]
     verdict: GpuVerdict
+    heads: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +138,10 @@ def ask_random_model(path: Path) -> None:
     _ask(WriteRandomModel(path), Written)
 
 
-def ask_to_keep(path: Path, settings: Settings, modes: tuple[str, ...], verdict: GpuVerdict) -> None:
-    """Keep the verdict of a whole check for the loads of this model. Raises EdgeLMError."""
-    _ask(KeepCheck(path, settings.without_keys, modes, verdict), Written)
+def ask_to_keep(request: CheckGpu, settings: Settings, verdict: GpuVerdict) -> None:
+    """Keep the verdict of a whole check of a model for its loads. Raises EdgeLMError."""
+    assert request.model is not None
+    _ask(KeepCheck(request.model, settings.without_keys, request.modes, verdict, request.heads), Written)
 
 
 def _ask(request: object, reply: type) -> Any:

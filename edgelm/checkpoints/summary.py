@@ -30,6 +30,7 @@ F32_BYTES = 4
 POOLINGS: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last", 4: "rank"}  # llama.cpp's numbers
 GEMMA2_SOFTCAP = {"gemma2": 50.0}  # of attention, where a file does not state it
 PREDICTING = frozenset({"qwen35", "qwen35moe"})  # with heads that were tried in llama.cpp
+HEADS = "heads."  # begins the names of tensors of another file
 # llama.cpp keeps no keys and values of these: every token attends to all others
 ENCODERS = frozenset(
     "bert nomic-bert nomic-bert-moe jina-bert-v2 jina-bert-v3 neo-bert modern-bert eurobert gemma-embedding t5encoder"
@@ -84,7 +85,7 @@ class ModelFacts:
     tensors: tuple[TensorFacts, ...]
     experts: int = 0  # in a layer; 0: not a mixture
     experts_used: int = 0  # by each token
-    mtp_heads: int = 0  # layers that predict the tokens after the next one, which llama.cpp can run
+    mtp_heads: int = 0  # layers that predict the tokens after the next one, which an engine can run
     state_bytes: int = 0  # kept by the recurrent layers for one sequence, whatever its length
 
     @property
@@ -96,11 +97,15 @@ class ModelFacts:
         """Return the facts with a copy of the states for each of so many tokens that can be taken back."""
         return replace(self, state_bytes=self.state_bytes * (1 + length))
 
-    def with_heads(self, heads: ModelFacts) -> ModelFacts:
-        """Return the facts with the tensors of another file: the heads, and their own copy of the vocabulary's."""
-        tensors = [tensor._replace(name=f"heads.{tensor.name}") for tensor in heads.tensors]
-        if heads.tied:  # the embedding is the output matrix, too
-            tensors = [t._replace(name="heads.output.weight") if "token_embd" in t.name else t for t in tensors]
+    def with_heads(self, heads: ModelFacts, *, share_ends: bool = False) -> ModelFacts:
+        """Return the facts with the tensors of another file: the heads, and their own copy of the vocabulary's.
+
+        `share_ends`: they read the model's vocabulary, and the copy is not loaded.
+        """
+        own = [tensor for tensor in heads.tensors if not share_ends or tensor.name.startswith("blk.")]
+        tensors = [tensor._replace(name=f"{HEADS}{tensor.name}") for tensor in own]
+        if heads.tied and not share_ends:  # the embedding is the output matrix, too
+            tensors = [t._replace(name=f"{HEADS}output.weight") if "token_embd" in t.name else t for t in tensors]
         return replace(self, mtp_heads=heads.mtp_heads, tensors=(*self.tensors, *tensors))
 
 
@@ -172,6 +177,13 @@ def mtp_heads(gguf: GGUF, summary: ModelSummary) -> int:
     return int(
         all(f"blk.{summary.layers - 1}.nextn.{name}.weight" in gguf.tensors for name in ("eh_proj", "enorm", "hnorm"))
     )
+
+
+def blocks_ahead(gguf: GGUF) -> tuple[str, ...]:
+    """Return how the names of tensors begin that are of layers which predict ahead: no text runs through them."""
+    num_layers = gguf_shape(gguf.values).num_layers
+    count = gguf.values.integer("nextn_predict_layers", high=num_layers, default=0)
+    return tuple(f"blk.{i}." for i in range(num_layers - count, num_layers))
 
 
 def has_only_heads(gguf: GGUF) -> bool:

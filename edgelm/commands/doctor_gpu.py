@@ -20,6 +20,7 @@ from edgelm.backends.gpu_check import PDL, CheckGpu, GpuVerdict, Notify, OpVerdi
 from edgelm.backends.kept_trials import Trial
 from edgelm.backends.kept_verdicts import forget_problems
 from edgelm.backends.llama.placement import Device
+from edgelm.backends.projectors import heads_beside
 from edgelm.backends.questions import ask_cuda, ask_llama_build, ask_to_keep
 from edgelm.base.atomic import atomic_write
 from edgelm.base.config import Config, Settings, load_config
@@ -67,7 +68,7 @@ def check_gpu(
         if not verdict.problem:
             forget_problems(own_places().cache)
         if request.model is not None:
-            ask_to_keep(request.model, settings, request.modes, verdict)
+            ask_to_keep(request, settings, verdict)
     for line in summary(verdict):
         console.print(escape(line), soft_wrap=True, highlight=False)
     if not state.problem and not verdict.problem:
@@ -101,7 +102,8 @@ def _request(model: str | None, config: Config) -> tuple[CheckGpu, Settings]:
     local = runnable_model(model, config)
     settings = model_config(local, config).settings
     modes = tuple(TORCH_KV) if settings.kv == "auto" else (settings.kv,)
-    return CheckGpu(local.path, modes, settings.quantize), settings
+    heads = heads_beside(settings, local.path)
+    return CheckGpu(local.path, modes, settings.quantize, heads=heads.path if heads else None), settings
 
 
 def summary(verdict: GpuVerdict) -> Iterator[str]:

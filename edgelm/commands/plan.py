@@ -37,7 +37,7 @@ from edgelm.base.places import Places
 from edgelm.checkpoints.folder import folder_facts
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.safetensors import open_safetensors
-from edgelm.checkpoints.summary import ModelFacts, ModelSummary, model_facts
+from edgelm.checkpoints.summary import HEADS, ModelFacts, ModelSummary, model_facts
 from edgelm.commands.flags import Flags, Json, Model, SettingsOf
 from edgelm.commands.job import reader_may_leave
 from edgelm.commands.plan_devices import device_documents, device_table, placement_line, route_table
@@ -75,17 +75,18 @@ def show_plan(model: Model, flags: Annotated[Flags, SettingsOf("plan")], *, as_j
     beside = loaded_beside(config.places.runtime, config.library)
     memory = read_machine(settings, config.places)
     memory = replace(memory, free_bytes=max(0, memory.free_bytes - beside.outstanding_bytes))
-    projector, problems, heads_file, unfit = None, list[str](), None, list[str]()
+    projector, problems, unfit = None, list[str](), list[str]()
+    heads_file = fitting_heads(settings, path, facts, named, unfit.append)
+    with_heads = facts.with_heads(heads_file.facts, share_ends=choice.engine == "torch") if heads_file else facts
     if choice.engine == "torch":
         if choice.cuda is not None:
             memory = replace(memory, free_bytes=choice.cuda.free_bytes, read_bytes_per_s=0.0, others=None)
         context_bytes = choice.cuda.context_bytes if choice.cuda else 0
-        result = _plan_for_torch(facts, draft_facts, settings, memory, choice.device, context_bytes)
+        result = _plan_for_torch(with_heads, draft_facts, settings, memory, choice.device, context_bytes)
         exact, placement = False, ON_CPU
     else:
         facts = _with_adapters(path, facts, config)
         projector = fitting_projector(settings, path, facts.summary, problems.append)
-        heads_file = fitting_heads(settings, path, facts, named, unfit.append)
         beside_bytes = projector.memory_bytes if projector else 0
         make_plan = partial(
             _plan_for_llama,
@@ -113,7 +114,7 @@ def show_plan(model: Model, flags: Annotated[Flags, SettingsOf("plan")], *, as_j
                     f"pictures are read by {shown(projector.path.name)}: {_gib(projector.memory_bytes)} of the memory"
                 )
             if heads_file:
-                print(_heads_line(heads_file, used=result.heads))
+                print(_heads_line(shown(heads_file.path.name), with_heads, used=result.heads))
             for kind, reasons in (("pictures are not read", problems), ("no heads draft", unfit)):
                 for reason in reasons:
                     print(f"note: {kind}: {reason}")
@@ -124,11 +125,10 @@ def show_plan(model: Model, flags: Annotated[Flags, SettingsOf("plan")], *, as_j
     result.require()
 
 
-def _heads_line(heads: HeadsFile, *, used: bool) -> str:
-    name = shown(heads.path.name)
+def _heads_line(name: str, facts: ModelFacts, *, used: bool) -> str:
     if not used:
         return f"the heads of {name} do not draft here"
-    size = sum(tensor.nbytes for tensor in heads.facts.tensors)
+    size = sum(tensor.nbytes for tensor in facts.tensors if tensor.name.startswith(HEADS))
     return f"drafts come from {name}: {_gib(size)} of the weights"
 
 

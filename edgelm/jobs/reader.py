@@ -112,13 +112,10 @@ def _projector(path: Path, settings: Settings, summary: ModelSummary) -> dict[st
 
 def _heads(path: Path, settings: Settings) -> dict[str, Any] | None:
     """Return what the file of a model's heads is, or why it cannot be used; None: there is none beside it."""
-    from edgelm.backends.projectors import fitting_heads  # as above
-    from edgelm.checkpoints.summary import model_facts
+    from edgelm.backends.projectors import heads_beside  # as above
 
     problems: list[str] = []
-    with open_gguf(path) as gguf:
-        heads = fitting_heads(settings, path, model_facts(gguf), None, problems.append)
-    if heads:
+    if heads := heads_beside(settings, path, problems.append):
         summary = heads.facts.summary
         return {"path": str(heads.path), "quantization": summary.quantization, "bytes": summary.nbytes}
     return {"error": problems[0]} if problems else None

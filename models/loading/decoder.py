@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,10 +34,10 @@ from edgelm.models.decoder import (
     SharedAndExperts,
     Weights,
 )
-from edgelm.models.families import GGUF_NAMES, LAYER, UNUSED, Names, decoder_name
+from edgelm.models.families import FOLDER_NEXT, GGUF_NAMES, GGUF_NEXT, LAYER, UNUSED, NextNames, decoder_name
 from edgelm.models.loading.sources import FolderSource, GGUFSource, WeightSource
 from edgelm.models.moe import Experts, Stack
-from edgelm.models.next_head import FOLDER_NEXT, GGUF_NEXT, Entrance, NextHead, NextNames
+from edgelm.models.next_head import Entrance, NextHead
 from edgelm.models.rope import build_rope, uses_long
 from edgelm.models.rope_config import RopeConfig
 
@@ -83,22 +83,16 @@ def load_layer(config: ModelConfig, source: WeightSource, i: int, device: torch.
     return _Loader(config, source, torch.device(device), torch.float32, context).layer(i)
 
 
-def load_next_head(decoder: Decoder, source: WeightSource, context: int) -> NextHead | None:
-    """Load the head of a loaded model that predicts the token after the next one; None: its files have none.
+def load_next_head(decoder: Decoder, config: ModelConfig, source: WeightSource, context: int) -> NextHead | None:
+    """Load the head that predicts the token after the next one for a loaded model; None: its files have none.
 
-    Raises ModelError.
+    `config` and `source` are of the files with the head: the model's own, or one beside it. Raises ModelError.
     """
-    config = decoder.config
     if config.next_layer is None:
         return None
     names = GGUF_NEXT if config.names.final_norm == GGUF_NAMES.final_norm else FOLDER_NEXT
-    own = replace(config, layers=(*config.layers, config.next_layer))
+    loader = _Loader(config.with_next_layer(), source, decoder.device, decoder.dtype, context)
     i = len(config.layers)
-    if names is FOLDER_NEXT:
-        texts = asdict(config.names).items()
-        layer_names = Names(**{name: text.replace("model.layers.{i}", "mtp.layers.0") for name, text in texts})
-        own = replace(own, names=layer_names)
-    loader = _Loader(own, source, decoder.device, decoder.dtype, context)
     return loader.next_head(names, i, decoder) if loader.has(names.joint, i) else None
 
 
@@ -155,7 +149,7 @@ class _Loader:
             norm=self.norm(names.norm, i) if self.has(names.norm, i) else weights.norm,
             output=self._linear(names.output, i) if self.has(names.output, i) else weights.output,
         )
-        config = replace(decoder.config, layers=(self._config.layers[i],), next_layer=None)
+        config = replace(self._config, layers=(self._config.layers[i],), next_layer=None)
         return NextHead(config, own, entrance, decoder.dtype, decoder.implementation)
 
     def feed(self, i: int, layer: LayerConfig) -> Feed:

@@ -239,6 +239,29 @@ def write(model: Any, folder: Path) -> Path:
     return folder
 
 
+def add_head(folder: Path, *, stacked: bool = False) -> None:
+    """Add a head that predicts the token after the next one to a folder of Qwen 3.5; transformers ignores it.
+
+    `stacked`: the head's experts are two tensors, as some folders of the hub have them.
+    """
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    width = SIZES["hidden_size"]
+    attending = {name: tensor for name, tensor in tensors.items() if ".layers.3." in name}
+    head = {f"mtp.layers.0.{name.split('.layers.3.')[1]}": tensor for name, tensor in attending.items()}
+    norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    head |= {f"mtp.{name}.weight": torch.zeros(width) for name in norms}
+    head["mtp.fc.weight"] = torch.zeros(width, 2 * width)
+    generator = torch.Generator().manual_seed(4)
+    head = {
+        name: torch.randn(tensor.shape, generator=generator) * (0.3 if "norm" in name else tensor.shape[-1] ** -0.5)
+        for name, tensor in head.items()
+    }
+    save_file(tensors | (stacked_experts(head) if stacked else head), path, {"format": "pt"})
+
+
 def stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a folder with all experts of a layer in two of them."""
     apart = {name: match for name in tensors if (match := EXPERT.fullmatch(name))}

@@ -20,7 +20,7 @@ import torch
 
 from edgelm.backends.drafting import NO_HEADS, measured_clock, ngram_drafter, require_same_vocabulary, throttled
 from edgelm.backends.model import LoadedModel, OpenedModel, open_model
-from edgelm.backends.plan import DRAFT_KV, MIN_CONTEXT, SNAPSHOT_SHARE, MachineMemory, Option
+from edgelm.backends.plan import DRAFT_KV, MIN_CONTEXT, SNAPSHOT_SHARE, MachineMemory, Option, Plan
 from edgelm.backends.reports import LOGGED, Reports
 from edgelm.backends.snapshot_files import PROMPT_TOKENS, Bounds, SnapshotFolder
 from edgelm.backends.snapshots import SnapshotStore
@@ -29,7 +29,7 @@ from edgelm.backends.torch.embedding import TorchEmbedder
 from edgelm.backends.torch.executor import MAX_ROWS, TorchExecutor, TorchOptions, device_name
 from edgelm.backends.torch.failures import gpu_errors
 from edgelm.backends.torch.kept_checks import verdict_for
-from edgelm.backends.torch.memory import TorchPlan, capacity, plan_for_torch, uses_head
+from edgelm.backends.torch.memory import TorchPlan, capacity, may_use_head, plan_for_torch
 from edgelm.base.config import Settings
 from edgelm.base.errors import DeviceError, DoesNotFitError, EdgeLMError, ModelError, OutOfMemoryError
 from edgelm.base.machine.cpu import usable_cores
@@ -55,10 +55,10 @@ from edgelm.kernels.choice import PDL, PLAIN_OPS
 from edgelm.kernels.delta import RING
 from edgelm.kernels.matmul import ROWS
 from edgelm.kernels.tuning import TUNED
-from edgelm.models.config import CONTEXT_FREE_ROPES, read_config
+from edgelm.models.config import CONTEXT_FREE_ROPES, ModelConfig, read_config
 from edgelm.models.decoder import Decoder
 from edgelm.models.loading.decoder import load, load_next_head
-from edgelm.models.loading.sources import FolderSource, GGUFSource
+from edgelm.models.loading.sources import FolderSource, GGUFSource, WeightSource
 from edgelm.models.next_head import NextHead
 from edgelm.text.prompt_token_cache import PromptTokenCache
 from edgelm.text.tokenizer import Tokenizer
@@ -97,7 +97,7 @@ def build_torch(
                 if checked:
                     check_ops(checked, settings, mode, reports.say)
         decoder = load_decoder(model, settings, device, option.context, reports)
-        head = _load_head(model, settings, decoder, option.context, reports) if job.drafts else None
+        head = _load_head(model, settings, decoder, planned, reports) if job.drafts else None
         folder = _snapshot_folder(job.prefixes, model, settings, decoder, option) if job.prefixes else None
         store = SnapshotStore(int(SNAPSHOT_SHARE * available_memory_bytes()), folder) if folder else None
         tuned = own_places().cache / TUNED if settings.tune else None
@@ -180,8 +180,7 @@ def load_decoder(
         if not reports.loaded(min(done / max(source.total_bytes, 1), 1.0)):
             raise ModelError(f"loading {model.name} was cancelled")
 
-    config = read_config(model.gguf.metadata if model.gguf else model.config or {})
-    source = _source(model, settings, watch)
+    config, source = weights_of(model, settings.quantize, watch)
     implementation = "triton" if device == "cuda" else "reference"
     try:
         with gpu_errors():
@@ -193,30 +192,33 @@ def load_decoder(
         raise DoesNotFitError(f"{model.name} does not fit in the memory of the GPU", hint) from error
 
 
-def _source(
-    model: OpenedModel, settings: Settings, progress: Callable[[int], None] = lambda _: None
-) -> GGUFSource | FolderSource:
-    """Return the tensors of an open model, quantized as the settings say."""
-    quantize: Literal["int4"] | None = "int4" if settings.quantize == "int4" else None
+def weights_of(
+    model: OpenedModel, quantize: str = "off", progress: Callable[[int], None] = lambda _: None
+) -> tuple[ModelConfig, WeightSource]:
+    """Return the configuration and the tensors of an open model, quantized as --quantize says. Raises ModelError."""
+    to: Literal["int4"] | None = "int4" if quantize == "int4" else None
     if model.gguf:
-        return GGUFSource(model.gguf, quantize=quantize, progress=progress)
+        return read_config(model.gguf.metadata), GGUFSource(model.gguf, quantize=to, progress=progress)
     assert model.folder is not None
     assert model.config is not None
-    return FolderSource(model.folder, model.config, quantize=quantize, progress=progress)
+    return read_config(model.config), FolderSource(model.folder, model.config, quantize=to, progress=progress)
 
 
 def _load_head(
-    model: OpenedModel, settings: Settings, decoder: Decoder, context: int, reports: Reports
+    model: OpenedModel, settings: Settings, decoder: Decoder, planned: Plan, reports: Reports
 ) -> NextHead | None:
     """Load the head that predicts the token after the next one, if it may draft; None: there is none to use."""
-    if not uses_head(model.facts, settings):
+    if not may_use_head(model.facts, settings):
         return None
-    try:
-        with gpu_errors():
-            return load_next_head(decoder, _source(model, settings), context)
-    except (ModelError, OutOfMemoryError) as error:
-        reports.say(f"the heads of {model.name} do not draft: {error.message}")
-        return None
+    own, reason = model.with_head, "there is no memory for them"
+    if planned.heads:
+        try:
+            with gpu_errors():
+                return load_next_head(decoder, *weights_of(own, settings.quantize), planned.require().context)
+        except (ModelError, OutOfMemoryError) as error:
+            reason = error.message
+    reports.say(f"the heads of {own.gguf.name if own.gguf else own.name} do not draft: {reason}")
+    return None
 
 
 def _executor(

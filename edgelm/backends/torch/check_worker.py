@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from gguf import GGMLQuantizationType as Quant
@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as Quant
 from edgelm.backends.gpu_check import NO_NUMBER, Begun, Checked, CheckGpu, Counted, OpVerdict
 from edgelm.backends.llama.random_gguf import ALL_QUANTS, Family, write_random_gguf
 from edgelm.backends.model import open_model
+from edgelm.backends.projectors import open_heads
 from edgelm.backends.torch.build import DTYPES
 from edgelm.backends.torch.executor import device_name
 from edgelm.backends.torch.self_check import MAX_LAYERS, check_model
@@ -44,7 +45,6 @@ def check(
     child.send(Begun("", ""))
     trial(device)
     PLAIN_OPS.update(request.plain)
-    quantize: Literal["int4"] | None = "int4" if request.quantize == "int4" else None
     verdicts: dict[tuple[str, str], OpVerdict] = {}
     if uses_pdl():
         child.send(Begun(PDL, CHAIN))
@@ -54,13 +54,13 @@ def check(
         paths = [request.model] if request.model else _models_of_all_formats(Path(folder), width)
         for number, path in enumerate(paths, 1):
             count = partial(_send_count, child, number, 1 if request.model else len(SHAPES))
-            with open_model(path) as model:
+            with open_model(path) as model, open_heads(model, request.heads) as drafting:
                 found = check_model(
-                    model,
+                    drafting,
                     device,
                     DTYPES[device.type],
                     request.modes,
-                    quantize=quantize,
+                    quantize=request.quantize,
                     short=request.short,
                     counts=count,
                     begins=lambda op, detail: child.send(Begun(op, detail)),

@@ -39,7 +39,6 @@ from edgelm.engine.core import (
     CopyState,
     Drop,
     ExecutorInfo,
-    Heads,
     Load,
     Masks,
     Op,
@@ -274,7 +273,7 @@ class TorchExecutor:
         return self._info
 
     @property
-    def heads(self) -> Heads | None:
+    def heads(self) -> TorchHeads | None:
         return self._heads
 
     def forward(self, step: Step) -> None:

@@ -23,8 +23,6 @@ from edgelm.kernels.attention import VERIFY_LEN
 from edgelm.kernels.cache import BLOCK_LEN, KVFormat, LayerCache
 from edgelm.models.next_head import NextHead
 
-WARM_UP_ROWS = 1, 9  # one number of each kind, of those that a pass may have
-
 
 class TorchHeads(FollowedHeads[Tensor]):
     """The `Heads` of an executor, for so many sequences. `max_rows` bounds the hidden states of one step."""
@@ -75,9 +73,11 @@ class TorchHeads(FollowedHeads[Tensor]):
                 self.keep(chunk, [*rows[other : other + count], *rows[sampled : sampled + chunk.rows]])
             sampled, other = sampled + chunk.rows, other + count
 
-    def warm_up(self) -> Iterator[None]:
-        """Run passes of all kinds on the first blocks, whose result means nothing."""
-        for rows in WARM_UP_ROWS:
+    def warm_up(self, most: int = VERIFY_LEN) -> Iterator[None]:
+        """Run passes of all kinds, of at most so many rows, on the first blocks; their result means nothing."""
+        from edgelm.backends.torch.warm_up import pass_lengths  # it imports Triton, which the CPU does without
+
+        for rows in pass_lengths(self._head, self._caches, HEADS_LEN, most):
             self._predict(Followed(0), [0] * rows, 0, list(self._hidden[:1].expand(rows, -1)))
             yield
 

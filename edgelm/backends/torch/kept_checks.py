@@ -23,15 +23,20 @@ from edgelm.base.config import Settings
 from edgelm.base.kv_modes import TORCH_KV
 from edgelm.base.machine.gpu import nvidia_gpus
 
-FORMAT = 5  # of the file, and of the checks
+FORMAT = 6  # of the file, and of the checks
 PACKAGES = ("torch", "triton")
 
 
 def check_key(model: OpenedModel, settings: Settings, mode: str) -> str:
     """Return the key of a verdict: GPU, driver, packages, and the formats and shapes that the model's ops have."""
     gpus = _gpus()
-    tensors = model.gguf.tensors if model.gguf else model.folder.tensors if model.folder else {}
-    shapes = sorted({repr((_kind(tensor), tuple(tensor.shape))) for tensor in tensors.values()})
+    shapes = sorted(
+        {
+            repr((_kind(tensor), tuple(tensor.shape)))
+            for file in (model.gguf, model.folder, model.heads)
+            for tensor in (file.tensors.values() if file else ())
+        }
+    )
     metadata = model.gguf.metadata if model.gguf else model.config or {}
     facts = sorted((key, repr(value)) for key, value in metadata.items() if isinstance(value, str | int | float | bool))
     facts = [(key, value) for key, value in facts if not key.startswith(("general.name", "tokenizer."))]
@@ -113,7 +118,9 @@ def verdict_for(
     if kept is not None:
         return kept
     notify("checking the kernels on this GPU, once for a kind of model")
-    verdict = run_check(CheckGpu(_path(model), (mode,), settings.quantize, short=True), notify, command=command)
+    heads = model.heads.path if model.heads else None
+    request = CheckGpu(_path(model), (mode,), settings.quantize, short=True, heads=heads)
+    verdict = run_check(request, notify, command=command)
     keep(folder, short_key, verdict)
     return verdict
 

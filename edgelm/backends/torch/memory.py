@@ -11,6 +11,7 @@ memory. It imports neither torch nor the kernels, since `edgelm plan` shows the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from math import prod
@@ -109,7 +110,7 @@ class TorchMemory:
     @cached_property
     def weights(self) -> WeightBytes:
         """All weights are on the device. A token reads all of them except the embedding and unused experts."""
-        sizes = {tensor.name: self._packed_bytes(tensor) for tensor in self._model.tensors}
+        sizes = {tensor.name: self._packed_bytes(tensor) for tensor in self._loaded}
         resident = sum(sizes.values())
         table = next((name for name in sizes if "embed_tokens" in name or name == "token_embd.weight"), None)
         looked_up = 0 if self._tied or table is None else sizes[table]
@@ -246,6 +247,16 @@ class TorchMemory:
         )
 
     @property
+    def _loaded(self) -> list[TensorFacts]:
+        """The tensors that are loaded: those of the head only where it drafts."""
+        tensors = list(self._model.tensors)
+        if self._heads:
+            return tensors
+        joints = (tensor.name for tensor in tensors if tensor.name.endswith(".nextn.eh_proj.weight"))
+        block = next(joints, "mtp.").removesuffix("nextn.eh_proj.weight")
+        return [tensor for tensor in tensors if not tensor.name.startswith(block)]
+
+    @property
     def _tied(self) -> bool:
         names = {tensor.name for tensor in self._model.tensors}
         return not names & {"output.weight", "lm_head.weight"}
@@ -282,10 +293,11 @@ def plan_for_torch(
 ) -> TorchPlan:
     """Plan a model. Where memory is short, steps are shorter, and then fewer sequences run at a time, at least one.
 
-    `context_bytes`: as for TorchMemory. Raises EdgeLMError, as `plan` does.
+    Its head drafts if that costs none of the cache. `context_bytes`: as for TorchMemory. Raises EdgeLMError, as `plan`
+    does.
     """
 
-    def planned(sequences: int, step_tokens: int) -> TorchPlan:
+    def planned(sequences: int, step_tokens: int, *, heads: bool = False) -> TorchPlan:
         def memory(facts: ModelFacts) -> TorchMemory:
             return TorchMemory(
                 facts,
@@ -294,7 +306,7 @@ def plan_for_torch(
                 max_tokens=step_tokens,
                 quantize=settings.quantize,
                 context_bytes=context_bytes,
-                heads=facts is model and uses_head(facts, settings),
+                heads=heads and facts is model,
             )
 
         beside = DraftModel.of(draft, memory(draft)) if draft else None
@@ -302,8 +314,19 @@ def plan_for_torch(
         chosen = plan(
             model, settings, machine, own, draft=beside, least_context=least_context, with_options=with_options
         )
-        return TorchPlan(replace(chosen, heads=uses_head(model, settings)), sequences, step_tokens)
+        return TorchPlan(replace(chosen, heads=heads), sequences, step_tokens)
 
+    best = _best(planned, settings, device)
+    if not may_use_head(model, settings):
+        return best
+    drafting = planned(best.sequences, best.step_tokens, heads=True)
+    if drafting.plan.chosen is None or _rank(drafting.plan.chosen) != _rank(best.plan.chosen):
+        return best
+    return drafting._replace(plan=replace(drafting.plan, note=best.plan.note))
+
+
+def _best(planned: Callable[[int, int], TorchPlan], settings: Settings, device: str) -> TorchPlan:
+    """Return the plan of the sequences and tokens of a step that leave the most to the cache."""
     usual = planned(settings.parallel, STEP_TOKENS[device])
     if usual.plan.preferred or device != "cuda":
         return usual
@@ -319,8 +342,8 @@ def plan_for_torch(
     return best._replace(plan=replace(best.plan, note=note))
 
 
-def uses_head(model: ModelFacts, settings: Settings) -> bool:
-    """Tell whether the head of a model that predicts ahead may draft."""
+def may_use_head(model: ModelFacts, settings: Settings) -> bool:
+    """Tell whether the head of a model that predicts ahead may draft, if there is memory for it."""
     return model.mtp_heads > 0 and settings.may_draft("mtp")
 
 

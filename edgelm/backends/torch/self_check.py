@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from edgelm.backends.gpu_check import NO_NUMBER, OpVerdict
 from edgelm.backends.model import OpenedModel
+from edgelm.backends.torch.build import weights_of
 from edgelm.backends.torch.check_bounds import RARE, Bound, bounds_of
 from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
 from edgelm.backends.torch.failures import gpu_errors
@@ -33,17 +34,18 @@ from edgelm.engine.core import LAST, Chunk, StateSpan, Step
 from edgelm.engine.core import Sequence as TokenSequence
 from edgelm.engine.sampling.history import History
 from edgelm.kernels import cache as kv_cache
+from edgelm.kernels.attention import VERIFY_LEN
 from edgelm.kernels.cache import LayerCache
 from edgelm.kernels.cache.quantize import GROUP
 from edgelm.kernels.choice import Implementation, observed_by
 from edgelm.kernels.delta import StateCache
 from edgelm.kernels.layout import DenseWeight, PackedWeight
 from edgelm.kernels.sampling import Answer
-from edgelm.models.config import ModelConfig, read_config
+from edgelm.models.config import ModelConfig
 from edgelm.models.decoder import Decoder
 from edgelm.models.families import LAYER
-from edgelm.models.loading.decoder import load
-from edgelm.models.loading.sources import FolderSource, GGUFSource
+from edgelm.models.loading.decoder import load, load_next_head
+from edgelm.models.next_head import NextHead
 
 GRAPHS = "CUDA graphs"  # an op of its own in the verdicts
 MAX_LAYERS = 4  # of different kinds
@@ -225,7 +227,7 @@ def check_model(
     dtype: torch.dtype,
     modes: Sequence[str],
     *,
-    quantize: Literal["int4"] | None = None,
+    quantize: str = "off",
     short: bool = False,
     counts: Callable[[int], None] = lambda _: None,
     begins: Callable[[str, str], None] = lambda _, __: None,
@@ -237,27 +239,33 @@ def check_model(
     """
     comparison = Comparison(begins)
     with gpu_errors(), nan_filled(), torch.inference_mode():
-        decoder = _some_layers(model, device, dtype, quantize)
+        decoder, head = _some_layers(model, device, dtype, quantize)
         with_graphs = device.type == "cuda" and not short
-        counts(_num_kernels(decoder, device, modes, short=short) + with_graphs * len(modes))
+        counts(_num_kernels(decoder, head, device, modes, short=short) + with_graphs * len(modes))
         for mode in modes:
             with observed_by(comparison.observe):
-                executor = _run(decoder, device, mode, short=short, samples=mode == modes[0])
+                executor = _run(decoder, head, device, mode, short=short, samples=mode == modes[0])
             if with_graphs:
                 _check_graph(decoder, mode, executor, comparison)
     return list(comparison.verdicts.values())
 
 
-def _run(decoder: Decoder, device: torch.device, mode: str, *, short: bool, samples: bool) -> TorchExecutor:
-    """Run the steps with an executor of their own; return it."""
-    executor = TorchExecutor(decoder, _options(mode))
+def _run(
+    decoder: Decoder, head: NextHead | None, device: torch.device, mode: str, *, short: bool, samples: bool
+) -> TorchExecutor:
+    """Run the steps with an executor of their own, and passes of the head; return it."""
+    executor = TorchExecutor(decoder, _options(mode), head=head)
     logits = (_run_step(executor) if short else _run_steps(executor)).to(device)
+    for _ in executor.heads.warm_up(most=1 if short else VERIFY_LEN) if executor.heads else ():
+        pass
     if samples:
         _sample(logits)
     return executor
 
 
-def _num_kernels(decoder: Decoder, device: torch.device, modes: Sequence[str], *, short: bool) -> int:
+def _num_kernels(
+    decoder: Decoder, head: NextHead | None, device: torch.device, modes: Sequence[str], *, short: bool
+) -> int:
     """Return how many kernels the steps try: plain torch runs them once, which takes a moment. 0: no memory for it."""
     found = set()
 
@@ -268,7 +276,7 @@ def _num_kernels(decoder: Decoder, device: torch.device, modes: Sequence[str], *
     try:
         with observed_by(note):
             for mode in modes:
-                _run(decoder, device, mode, short=short, samples=mode == modes[0])
+                _run(decoder, head, device, mode, short=short, samples=mode == modes[0])
     except OutOfMemoryError:
         return 0
     return len(found)
@@ -369,19 +377,13 @@ def _run_ahead(executor: TorchExecutor) -> Tensor:
 
 
 def _some_layers(
-    model: OpenedModel, device: torch.device, dtype: torch.dtype, quantize: Literal["int4"] | None
-) -> Decoder:
-    """Load layers of each kind, and the ends of the model."""
-    source: GGUFSource | FolderSource
-    if model.gguf:
-        config, source = read_config(model.gguf.metadata), GGUFSource(model.gguf, quantize=quantize)
-        layers = layers_to_try(config, model.gguf)
-    else:
-        assert model.folder is not None
-        assert model.config is not None
-        config, source = read_config(model.config), FolderSource(model.folder, model.config, quantize=quantize)
-        layers = layers_to_try(config, None)
-    return load(config, source, device, dtype, "triton", context=CONTEXT, only_layers=layers)
+    model: OpenedModel, device: torch.device, dtype: torch.dtype, quantize: str
+) -> tuple[Decoder, NextHead | None]:
+    """Load layers of each kind, the ends of the model, and its head that predicts ahead."""
+    config, source = weights_of(model, quantize)
+    layers = layers_to_try(config, model.gguf)
+    decoder = load(config, source, device, dtype, "triton", context=CONTEXT, only_layers=layers)
+    return decoder, load_next_head(decoder, *weights_of(model.with_head, quantize), CONTEXT)
 
 
 def layers_to_try(config: ModelConfig, gguf: GGUF | None) -> list[int]:

@@ -49,6 +49,11 @@ def warm_up_steps(decoder: Decoder, caches: Sequence[LayerCache], limits: Limits
         yield _verification(limits, rows, rows)
 
 
+def pass_lengths(head: Decoder, caches: Sequence[LayerCache], context: int, most: int) -> list[int]:
+    """Return numbers of rows whose passes through a head that predicts ahead compile all of its kernels."""
+    return _first_of_each(lambda rows: _step_kind(head, caches, context, rows), most)
+
+
 def step_of_rows(rows: int, num_vocab: int) -> Step:
     """Return a step of one sequence with so many tokens, all of them sampled."""
     tokens = [token % num_vocab for token in range(rows)]

@@ -35,7 +35,7 @@ from edgelm.making.conversion.tokenizer_files import read_tokenizer_files, token
 from edgelm.making.conversion.vocabulary import Vocabulary, read_vocabulary, write_vocabulary_keys
 from edgelm.models.config import ModelConfig, read_config
 
-FORMAT = 1  # of the files that this version writes: an unfinished one of another starts over
+FORMAT = 2  # of the files that this version writes: an unfinished one of another starts over
 # llama.cpp strips the white space behind special tokens of models with this name, and fails without these tokens
 PHI = re.compile(r"phi-?3", re.IGNORECASE)
 HEADS = "mtp."  # tensors of multi-token prediction

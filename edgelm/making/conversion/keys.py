@@ -20,6 +20,7 @@ from edgelm.engine.core import Pooling
 from edgelm.making.conversion.layout import Layout, global_rope, target_family
 from edgelm.making.conversion.number_types import Kind
 from edgelm.models.config import GEMMA_27B_LAYERS, ModelConfig
+from edgelm.models.families import GGUF_NEXT
 from edgelm.models.rope_config import RopeConfig, yarn_scale
 
 FILE_TYPES: Mapping[Kind, LlamaFileType] = {
@@ -52,7 +53,10 @@ def write_model_keys(writer: GGUFWriter, config: ModelConfig, layout: Layout, ab
     _write_description(writer, layout, about)
     writer.add_context_length(config.context)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(len(config.layers))
+    head = GGUF_NEXT.joint.format(i=len(config.layers)) + ".weight" in shapes  # one layer more
+    writer.add_block_count(len(config.layers) + head)
+    if head:
+        writer.add_nextn_predict_layers(1)
     writer.add_feed_forward_length(about.inner_size or _inner_size(shapes))
     writer.add_head_count(config.num_heads)
     _write_heads(writer, config)

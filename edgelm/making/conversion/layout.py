@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from edgelm.making.conversion.tensors import (
     TransposedRows,
 )
 from edgelm.models.config import ModelConfig
-from edgelm.models.families import LAYER, UNUSED, Family, decoder_name, family_of_gguf
+from edgelm.models.families import FOLDER_NEXT, GGUF_NEXT, LAYER, UNUSED, Family, decoder_name, family_of_gguf
 from edgelm.models.rope_config import RopeConfig
 
 DOWNLOAD = "download all files of the model into one folder"
@@ -112,17 +112,11 @@ class _Planner:
         config = self.config
         yield from self._numbers()
         yield from self._ends()
-        for i, layer in enumerate(config.layers):
-            yield from self._delta_net(i, layer.delta) if layer.delta else self._attention(i)
-            beside, shared = config.family.dense_beside_experts, self.ours.shared_gate
-            yield self._norm(self.ours.feed_norm, self.theirs.feed_norm, i, config.hidden_size)
-            if not layer.sparse or beside or shared:
-                yield from self._feed_forward(i)
-            if layer.sparse and shared:
-                yield self._shared_gate(i)
-            if layer.sparse:
-                yield from self._experts_beside(i) if beside else self._experts(i)
+        for i in range(len(config.layers)):
+            yield from self.layer(i)
         yield self._norm(self.ours.final_norm, self.theirs.final_norm, 0, config.hidden_size)
+        if config.next_layer and f"{FOLDER_NEXT.joint}.weight" in self.files:
+            yield from self._next_head()
 
     def unused(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the tensors of towers, and the others that are left out. Raises ModelError for one of a layer."""
@@ -135,6 +129,35 @@ class _Planner:
         return towers, tuple(name for name in left if name not in towers)
 
     # -- parts of the model --------------------------------------------------------------------------------------------
+
+    def layer(self, i: int) -> Iterator[OutTensor]:
+        config, layer = self.config, self.config.layers[i]
+        yield from self._delta_net(i, layer.delta) if layer.delta else self._attention(i)
+        beside, shared = config.family.dense_beside_experts, self.ours.shared_gate
+        yield self._norm(self.ours.feed_norm, self.theirs.feed_norm, i, config.hidden_size)
+        if not layer.sparse or beside or shared:
+            yield from self._feed_forward(i)
+        if layer.sparse and shared:
+            yield self._shared_gate(i)
+        if layer.sparse:
+            yield from self._experts_beside(i) if beside else self._experts(i)
+
+    def _next_head(self) -> Iterator[OutTensor]:
+        """Yield the head that predicts the token after the next one: in a GGUF, one more layer."""
+        i, width = len(self.config.layers), self.config.hidden_size
+        ours, theirs = FOLDER_NEXT, GGUF_NEXT
+        yield from replace(self, config=self.config.with_next_layer()).layer(i)
+        yield self._matrix(f"{ours.joint}.weight", theirs.joint, i, rows=width, columns=2 * width)
+        for our, their in (
+            (ours.embedding_norm, theirs.embedding_norm),
+            (ours.hidden_norm, theirs.hidden_norm),
+            (ours.norm, theirs.norm),
+        ):
+            if our != ours.norm or f"{our}.weight" in self.files:
+                yield self._norm(our, their, i, width)
+        for our, their in ((ours.embedding, theirs.embedding), (ours.output, theirs.output)):
+            if f"{our}.weight" in self.files:
+                yield self._matrix(f"{our}.weight", their, i, columns=width)
 
     def _numbers(self) -> Iterator[OutTensor]:
         for name, values in rope_numbers(self.config).items():

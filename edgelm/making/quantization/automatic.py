@@ -20,7 +20,9 @@ from edgelm.base.machine.cpu import usable_cores
 from edgelm.base.machine.memory import available_memory_bytes
 from edgelm.checkpoints.files import file_identity
 from edgelm.checkpoints.gguf import GGUF, open_gguf
-from edgelm.making.quantization.candidates import FILE_TYPES, MAX_GROUPS, grouped, padded
+from edgelm.checkpoints.gguf_parse import Tensor, TensorType
+from edgelm.checkpoints.summary import blocks_ahead
+from edgelm.making.quantization.candidates import FILE_TYPES, MAX_GROUPS, Group, grouped, padded
 from edgelm.making.quantization.divergence import Cut, DivergenceMeter, TextCut
 from edgelm.making.quantization.recipe import Recipe
 from edgelm.making.quantization.scratch import Scratch, scratch_copy
@@ -105,9 +107,15 @@ def choose_types(
     for a budget that no types fit, or a text that is too short; ModelError for a model that cannot be run here.
     """
     with open_gguf(source) as gguf, ExitStack() as resources:
-        names = quantizer.matrices(gguf)
-        matrices = [tensor for name, tensor in gguf.tensors.items() if name in names]
+        names, ahead = quantizer.matrices(gguf), blocks_ahead(gguf)
+        matrices = [tensor for name, tensor in gguf.tensors.items() if name in names and not name.startswith(ahead)]
+        fixed = {
+            name: _without_measurement(tensor)
+            for name, tensor in gguf.tensors.items()
+            if name in names and name.startswith(ahead)
+        }
         others = sum(padded(tensor.nbytes) for name, tensor in gguf.tensors.items() if name not in names)
+        others += sum(Group(name, (gguf.tensors[name],)).nbytes(kind) for name, kind in fixed.items())
         effort = effort or Effort.of(sum(tensor.num_elements for tensor in matrices))
         cut = cut or TextCut(text, effort.num_tokens)
 
@@ -132,7 +140,7 @@ def choose_types(
             _refuse(budget_bytes, search.least_bytes + others)
         search.measure()
         solution = search.solve(budget_bytes - others, check=effort.check)
-        return _recipe(search, solution), _report(search, solution, others, budget_bytes, laboratory.num_tokens)
+        return _recipe(search, solution, fixed), _report(search, solution, others, budget_bytes, laboratory.num_tokens)
 
 
 def _require_memory(gguf: GGUF) -> None:
@@ -178,11 +186,17 @@ def _key(gguf: GGUF, cut: Cut, importance: Importance | None) -> list[Any]:
     return [digest.hexdigest(), cut.key]
 
 
-def _recipe(search: Search, solution: Solution) -> Recipe:
-    sizes: dict[str, int] = {}
+def _without_measurement(tensor: Tensor) -> TensorType:
+    """Return the type of a matrix in a layer that predicts ahead: no text that is measured runs through it."""
+    group = Group(tensor.name, (tensor,))
+    return min(tensor.type, group.probes[0], key=group.nbytes)
+
+
+def _recipe(search: Search, solution: Solution, fixed: Mapping[str, TensorType]) -> Recipe:
+    sizes: dict[str, int] = dict.fromkeys((kind.name for kind in fixed.values()), 0)
     for group, kind in zip(search.groups, solution.types, strict=True):
         sizes[kind.name] = sizes.get(kind.name, 0) + group.nbytes(kind)
-    quantized = {kind.name for kind in solution.types if kind.block_len > 1}
+    quantized = {kind.name for kind in (*solution.types, *fixed.values()) if kind.block_len > 1}
     if not quantized:  # llama.cpp takes the types of tensors only in quantized files
         return Recipe("F16")
     most = max(quantized, key=sizes.__getitem__)
@@ -190,7 +204,7 @@ def _recipe(search: Search, solution: Solution) -> Recipe:
         tensor.name: kind.name
         for group, kind in zip(search.groups, solution.types, strict=True)
         for tensor in group.tensors
-    }
+    } | {name: kind.name for name, kind in fixed.items()}
     return Recipe(FILE_TYPES.get(most, most), types)
 
 

@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from edgelm.base.machine.cpu import usable_cores
 from edgelm.checkpoints.files import shown
 from edgelm.checkpoints.gguf import GGUF
 from edgelm.checkpoints.gguf_parse import TENSOR_TYPES
+from edgelm.checkpoints.summary import blocks_ahead
 from edgelm.making.quantization.recipe import Recipe
 from edgelm.making.quantization.types import ABORT_WITHOUT, COPY, NEED_IMPORTANCE, file_type, tensor_type
 
@@ -34,6 +35,7 @@ Importance = Mapping[str, NDArray[np.float32]]  # by the names of tensors: [colu
 QUANTIZED = frozenset(kind.name for kind in TENSOR_TYPES.values() if kind.block_len > 1)
 TABLES = ("token_embd.weight", "per_layer_token_embd.weight")
 OUTPUT = "output.weight"
+WITHOUT_DATA = "Q4_K"
 BACKSLASHED = r"\\\1"
 MAX_TEXT = 127  # bytes of a key's text, in llama.cpp's structure
 LINE_S = 0.2  # between two reports
@@ -173,6 +175,22 @@ def check_data(planned: list[PlannedTensor], recipe: Recipe, importance: Importa
                 "leave out --no-imatrix, or take another type" if importance is None else "calibrate on a longer text"
             )
         raise RequestError(f"{tensor.type} needs importance data, and {shown(tensor.name)} has none", hint)
+
+
+def without_data(source: GGUF, recipe: Recipe, importance: Importance | None, options: Options) -> Recipe:
+    """Return a recipe that gives matrices of layers which predict ahead a type that needs no importance data.
+
+    No text runs through these layers, so there are none.
+    """
+    ahead = blocks_ahead(source)
+    if not ahead:
+        return recipe
+    lacking = [
+        tensor.name
+        for tensor in plan(source, recipe, importance, options)
+        if tensor.name.startswith(ahead) and _needs(tensor, recipe) and tensor.name not in (importance or {})
+    ]
+    return replace(recipe, tensor_types={**dict.fromkeys(lacking, WITHOUT_DATA), **recipe.tensor_types})
 
 
 def _needs(tensor: PlannedTensor, recipe: Recipe) -> bool:

@@ -40,6 +40,7 @@ from edgelm.making.quantization.native import (
     check_sources,
     plan,
     quantize,
+    without_data,
 )
 from edgelm.making.quantization.search import Progress
 
@@ -76,6 +77,7 @@ def _quantize(job: QuantizeJob, child: Child) -> None:
         recipe, report = job.recipe, None
         if job.is_automatic:
             recipe, report = chosen_types(source, job, importance, _SearchProgress(child))
+        recipe = without_data(source, recipe, importance, options)
         planned = plan(source, recipe, importance, options)
         check_data(planned, recipe, importance)
         nbytes = sum(tensor.nbytes for tensor in planned) + _metadata_bytes(source) + HEADER_BYTES

@@ -1,21 +1,27 @@
-"""The check of a GPU's kernels tries what every draft does to a recurrent state."""
+"""The check of a GPU's kernels tries what every draft does to a recurrent state, and the head that drafts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from edgelm.backends.gpu_check import CheckGpu
 from edgelm.backends.model import open_model
-from edgelm.backends.torch import self_check
-from edgelm.backends.torch.self_check import Comparison
+from edgelm.backends.projectors import open_heads
+from edgelm.backends.torch import check_worker, self_check
+from edgelm.backends.torch.kept_checks import check_key
+from edgelm.backends.torch.self_check import Comparison, described
+from edgelm.base.config import Settings
 from edgelm.kernels.choice import Implementation
 from edgelm.kernels.delta import reference
-from tests.odd_models import write_odd
+from tests import odd_models
+from tests.odd_models import WIDTH, write_odd
 
 
 def forgets_accepted(spans: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor) -> None:
@@ -48,3 +54,36 @@ def test_a_kernel_that_is_wrong_for_drafts_is_found(
         verdicts = self_check.check_model(model, torch.device("cpu"), torch.float32, ["f16"])
     assert len(verdicts) > 3
     assert all(verdict.right for verdict in verdicts) == (spoil is None)
+
+
+@pytest.mark.parametrize(("apart", "short"), [(False, True), (True, False)])
+def test_a_kernel_that_is_wrong_for_the_head_is_found(
+    apart: bool, short: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the model's own file, and in one beside it: no other matrix is as wide as the head's projection."""
+    observe = Comparison.observe
+    projection = f"{WIDTH}x{2 * WIDTH}"
+
+    def observed(self: Comparison, op: str, _: Implementation, plain: Implementation, args: Sequence[Any]) -> Any:
+        if op != "matmul":
+            return plain
+        run = plain.run if projection not in described(args) else lambda *a, **named: plain.run(*a, **named) * 1.5
+        return observe(self, op, plain._replace(run=run), plain, tuple(args))
+
+    monkeypatch.setattr(Comparison, "observe", observed)
+    for name, size in {"FFN": 96, "DELTA_HEADS": 2, "DELTA_GROUPS": 1}.items():
+        monkeypatch.setattr(odd_models, name, size)
+    monkeypatch.setattr(self_check, "LONG_PROMPT", 0)
+    model = write_odd(tmp_path / "m.gguf", "qwen35", heads=0.5, part="model" if apart else "all")
+    heads = write_odd(tmp_path / "mtp-m.gguf", "qwen35", heads=0.5, part="heads") if apart else None
+    sent: list[Any] = []
+    child: Any = SimpleNamespace(send=sent.append)
+    monkeypatch.setitem(check_worker.DTYPES, "cpu", torch.float32)
+    request = CheckGpu(model, ("f16",), "off", short=short, heads=heads)
+    check_worker.check(request, child, device=torch.device("cpu"), trial=lambda _: None)
+    wrong = [verdict for verdict in sent[-1].verdicts if not verdict.right]
+    assert {projection in verdict.detail for verdict in wrong} == {True}
+    assert len(sent[-1].verdicts) > 2 * len(wrong)
+    with open_model(model) as alone, open_heads(alone, heads) as opened:
+        keys = [check_key(one, Settings(), "f16") for one in (alone, opened)]
+    assert (keys[0] != keys[1]) is apart, "the kept verdict is of these heads"

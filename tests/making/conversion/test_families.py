@@ -14,13 +14,26 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
+from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
+from edgelm.backends.llama.model import LlamaModel
 from edgelm.base.errors import ModelError
 from edgelm.making.conversion.convert import convert_folder
+from tests.backends.torch.test_heads import Fed, executor_of, load_both, load_folder
 from tests.making.conversion.folders import LLAMA_CPP, VOCAB, folder_of, write_tokenizer
 from tests.models.test_gguf_models import F32, GELU, llama_logits
 from tests.models.test_quantized_models import as_mxfp4
 from tests.models.tiny_gguf import write_gguf
-from tests.models.tiny_models import DELTA, WINDOW, build, expected, relative_error, stacked_experts, text, write
+from tests.models.tiny_models import (
+    DELTA,
+    WINDOW,
+    add_head,
+    build,
+    expected,
+    relative_error,
+    stacked_experts,
+    text,
+    write,
+)
 
 LENGTH = 33
 ROPE = DELTA["rope_parameters"]
@@ -100,6 +113,40 @@ def test_stacked_experts_are_the_same_as_experts_apart(tmp_path: Path) -> None:
     assert stacked.keys() == apart.keys()
     for tensor, values in stacked.items():
         np.testing.assert_array_equal(values, apart[tensor], err_msg=tensor)
+
+
+@pytest.mark.parametrize(("name", "stacked"), [("qwen3_5", False), ("qwen3_5_moe", False), ("qwen3_5_moe", True)])
+def test_the_head_of_a_folder_drafts_the_same_in_its_gguf(name: str, stacked: bool, tmp_path: Path) -> None:
+    """By the torch engine from the folder and from the GGUF, and by llama.cpp."""
+    folder = folder_of(name, tmp_path / "folder", mtp_num_hidden_layers=1)
+    add_head(folder, stacked=stacked)
+    source = convert_folder(folder, tmp_path / "m.gguf")
+    assert not source.notes
+    keys = keys_of(tmp_path / "m.gguf")
+    arch = keys["general.architecture"]
+    assert (keys[f"{arch}.block_count"], keys[f"{arch}.nextn_predict_layers"]) == (5, 1)
+    llama = LlamaExecutor(
+        LlamaModel(tmp_path / "m.gguf", heads=True),
+        LlamaOptions(context=512, kv="f16", threads=1, rollback=3, heads=True),
+    )
+    tokens = text(20, seed=3)
+    drafts = []
+    for executor in (executor_of(load_folder(folder)), executor_of(load_both(tmp_path / "m.gguf")), llama):
+        fed = Fed(executor, 0)
+        fed.compute(tokens)
+        drafts.append(fed.draft(7))
+    llama.close()
+    for (token, chance), own, other in zip(*drafts, strict=True):
+        assert own == (token, pytest.approx(chance, rel=1e-4))
+        assert other == (token, pytest.approx(chance, rel=0.01))
+
+
+def test_a_folder_that_names_a_head_and_lacks_it_has_none_as_gguf(tmp_path: Path) -> None:
+    """As transformers saves a fine-tuned model."""
+    convert_folder(folder_of("qwen3_5", tmp_path / "folder", mtp_num_hidden_layers=1), tmp_path / "m.gguf")
+    keys = keys_of(tmp_path / "m.gguf")
+    assert keys["qwen35.block_count"] == 4
+    assert "qwen35.nextn_predict_layers" not in keys
 
 
 def test_types_are_kept_or_chosen(tmp_path: Path) -> None:

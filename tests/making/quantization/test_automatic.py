@@ -95,6 +95,18 @@ def test_llama_cpp_writes_the_file_of_the_report(tmp_path: Path, shape: dict[str
     assert not list((tmp_path / "scratch").iterdir())
 
 
+def test_a_head_that_predicts_ahead_is_not_measured_and_keeps_four_bits(tmp_path: Path) -> None:
+    """No text runs through it, so any type would seem to cost nothing."""
+    source = write_odd(tmp_path / "model.gguf", "qwen35", heads=1.0)
+    for bits, least in ((6.0, {"Q5_0"}), (15.9, {"Q5_0"})):
+        recipe, report = chosen(source, bits, effort=replace(EFFORT, max_groups=16, num_probes=1))
+        size, types = written(source, recipe)
+        assert size == report.nbytes <= report.budget_bytes
+        head = {name: kind for name, kind in types.items() if name.startswith("blk.4.") and "norm" not in name}
+        assert set(head.values()) == least
+        assert not any("nextn" in row.name or "blk.4." in row.name for row in report.rows)
+
+
 def test_a_mixture_of_delta_nets_without_what_llama_cpp_never_quantizes(tmp_path: Path) -> None:
     """Routers and gates of Qwen 3.5's shared experts stay, also where a file has them in a quantized type."""
     source = write_odd(tmp_path / "model.gguf", "qwen35moe")

@@ -27,7 +27,9 @@ from edgelm.making.quantization.native import Options, check_data, plan, quantiz
 from edgelm.making.quantization.recipe import Recipe
 from edgelm.making.quantization.types import FILE_TYPES, file_type, tensor_type
 from edgelm.making.quantization.worker import quantize_file
+from tests import odd_models
 from tests.counts import Count
+from tests.odd_models import write_odd
 from tests.tiny import write_tiny
 
 FAST = ["F16", "Q4_K_M", "Q3_K_L", "IQ4_NL", "MXFP4_MOE", "Q2_0"]  # the types with tables take seconds
@@ -182,6 +184,25 @@ def test_importance_changes_the_numbers_and_is_taken_from_a_file(source: Path, t
         assert made.metadata["quantize.imatrix.chunks_count"] == measured["importance"]["windows"]
     files = [(tmp_path / name).read_bytes() for name in ("plain.gguf", "measured.gguf", "again.gguf")]
     assert files[0] != files[1] == files[2]
+
+
+def test_matrices_that_no_text_runs_through_get_a_type_without_importance_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a head that predicts ahead."""
+    for name, size in {"WIDTH": 256, "FFN": 256, "HEADS": 4, "HEAD": 64, "DELTA_HEAD": 64}.items():
+        monkeypatch.setattr(odd_models, name, size)
+    source = write_odd(tmp_path / "m.gguf", "qwen35", heads=1.0)
+    calibration = tmp_path / "text.txt"
+    calibration.write_text("Once upon a time there was a little girl. She said hello to the big dog. " * 40)
+    options: dict[str, Any] = {"measure_importance": True, "calibration": calibration, "calibration_tokens": 512}
+    run(source, tmp_path / "out.gguf", "IQ2_XXS", **options)
+    types = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(tmp_path / "out.gguf").tensors}
+    assert types["blk.3.ffn_up.weight"] == types["blk.3.attn_q.weight"] == "IQ2_XXS"
+    assert types["blk.4.ffn_up.weight"] == types["blk.4.attn_q.weight"] == "Q4_K"
+    assert types["blk.4.nextn.eh_proj.weight"] == "Q4_K"
+    with pytest.raises(RequestError, match=r"IQ2_XS needs importance data, and blk\.4\.ffn_up\.weight has none"):
+        run(source, tmp_path / "no.gguf", "IQ2_XXS", types={"blk.4.ffn_up.weight": "IQ2_XS"}, **options)
 
 
 def test_a_quantized_source_needs_leave_but_may_be_dequantized(source: Path, tmp_path: Path) -> None:
