@@ -7,11 +7,13 @@ BIN := .venv/bin
 # The environment is made again when what it is made from changes, whatever the files' dates say.
 INPUTS := pyproject.toml edgelm/__init__.py packaging/llama/pyproject.toml packaging/llama_wheel.py packaging/llama_source.py packaging/environment.sh
 READY := .venv/ready-$(shell cat $(INPUTS) | cksum | tr ' ' '-')
-# Tests run on all cores, two processes on each and a file on each process: they wait more than they compute, for
-# processes, limits of time and disks. Those for processes, sockets and screens run beside each other, first, and not
+# Tests run on all cores, several processes on each and a file on each process: they wait for processes, limits of
+# time and disks. Those for processes, sockets and screens wait most. They run beside each other, first, and not
 # beside kernels that are interpreted; the lines that libraries print at exit would follow the summary, too.
 TIMED := tests/commands tests/server tests/tui
-JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null | awk '{ print ($$1 > 4) ? 8 : 2 * $$1 }')
+CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+JOBS ?= $(shell echo $(CORES) | awk '{ print ($$1 > 4) ? 8 : 2 * $$1 }')
+TIMED_JOBS ?= $(shell echo $(CORES) | awk '{ print ($$1 > 4) ? 12 : 3 * $$1 }')
 # The clients of `make clients`: from PyPI and npm, in the versions of tests/clients/.
 CLIENTS := build/clients
 CLIENTS_READY := $(CLIENTS)/ready-$(shell cat tests/clients/requirements.txt tests/clients/ollama.txt tests/clients/frameworks.txt tests/clients/aider.txt tests/clients/lm_eval.txt tests/clients/package-lock.json | cksum | tr ' ' '-')
@@ -62,7 +64,7 @@ triton: $(READY) ## Put other releases of Triton into build/ (TRITONS="3.6.0 3.8
 test: $(READY) ## Run the tests; ARGS="-k scheduler" for some of them
 ifeq ($(strip $(ARGS)),)
 	@$(MAKE) --no-print-directory triton || $(if $(CI),exit 1,echo "the tests go on without other releases of Triton" >&2)
-	$(BIN)/python -m pytest -n $(JOBS) $(SPREAD) $(if $(COVER),--cov --cov-report=) $(TIMED)
+	$(BIN)/python -m pytest -n $(TIMED_JOBS) $(SPREAD) $(if $(COVER),--cov --cov-report=) $(TIMED)
 	$(BIN)/python -m pytest -n $(JOBS) $(SPREAD) \
 		$(if $(COVER),--cov --cov-append --cov-report=term:skip-covered) $(addprefix --ignore=,$(TIMED))
 else

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ def main() -> None:
         code = run_cli()
     except KeyboardInterrupt:
         code = 130
+    gc.freeze()  # at its end, Python would look through everything for garbage: 60 ms
     sys.exit(code or _flush())
 
 

@@ -44,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background: programs would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if in_worker(config):
+        gc.disable()  # while tests are collected
         atexit.register(os._exit, 0)  # all has been reported; to take torch and Triton apart takes a second
     # A busy machine is not a failure. New inputs in each run; a failing one prints how to repeat it.
     hypothesis.settings.register_profile("edgelm", deadline=None, print_blob=True)
@@ -60,6 +61,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         quicken_interpreter()
     if in_worker(session.config):
         gc.freeze()  # full collections, of which pytest's end makes five, look at what tests have made
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,13 +11,10 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import openai
 import pytest
-from anthropic.lib.streaming import AsyncMessageStream
-from anthropic.types import Message, RawMessageStreamEvent
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -27,6 +24,9 @@ from edgelm.backends.model import LoadedModel
 from edgelm.base.config import Settings
 from tests.clients.scripted import ANSWER, ENDLESS, TALK, THOUGHT, Call, write_scripted
 from tests.served import loaded_model, served
+
+if TYPE_CHECKING:  # a second, in each process that collects tests
+    import anthropic
 
 FIXTURES = sorted((Path(__file__).parent / "fixtures").glob("*.json"))
 CONTEXT = 32_768
@@ -110,6 +110,10 @@ class Client:
         return answer
 
     async def _messages(self, body: dict[str, Any]) -> Answer:
+        import anthropic
+        from anthropic.lib.streaming import AsyncMessageStream
+        from anthropic.types import Message, RawMessageStreamEvent
+
         if body.get("stream"):
             raw = await self.anthropic.post(
                 "/v1/messages?beta=true", body=body, cast_to=Message, stream=True,
@@ -142,6 +146,8 @@ class Recording:
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[Client]:
+        import anthropic
+
         async with served(self.model, Settings(max_tokens=LIMIT)) as edgelm:
             http = edgelm.client._client
             messages = anthropic.AsyncAnthropic(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,12 @@ from edgelm.making.conversion.check import check_gguf
 from edgelm.making.conversion.convert import Source, convert_folder
 from tests.adapters import PREFIX, write_adapter
 from tests.commands.test_run import TIMEOUT_S, Edgelm, error_of
-from tests.making.conversion.folders import folder_of
+
+
+def folder_of(name: str, folder: Path, **changes: Any) -> Path:
+    from tests.making.conversion.folders import folder_of as write  # takes torch, in each process that collects tests
+
+    return write(name, folder, **changes)
 
 
 @pytest.fixture

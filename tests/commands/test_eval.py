@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
-from edgelm.backends.torch import evaluation as load_torch
 from edgelm.base.config import Settings
 from edgelm.base.errors import EdgeLMError
 from edgelm.base.machine.conditions import engine_build
@@ -511,8 +510,8 @@ def test_the_torch_engine_refuses_the_same(models: Path, text: Path, monkeypatch
     model, other, small = (models / name for name in ("f32.gguf", "other.gguf", "q8_0.gguf"))
     against = EvalSide(other, "f16")
     assert "other.gguf has another vocabulary than f32.gguf" in job_error(model, text, against=against, **TORCH)
-    monkeypatch.setattr(load_torch, "load_decoder", lambda *_: pytest.fail("it was loaded"))
-    monkeypatch.setattr(load_torch, "available_memory_bytes", lambda: 2**28)
+    monkeypatch.setattr("edgelm.backends.torch.evaluation.load_decoder", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr("edgelm.backends.torch.evaluation.available_memory_bytes", lambda: 2**28)
     message = job_error(model, text, against=EvalSide(small, "int8"), **TORCH)
     assert re.fullmatch(
         r"f32\.gguf and q8_0\.gguf need about [\d.]+ GiB with a window of 512, 0\.2 GiB are free; give a .*", message

@@ -28,11 +28,16 @@ from edgelm.jobs.reader import describe
 from edgelm.library.scan import scan
 from tests.commands.test_run import TIMEOUT_S, Edgelm, children_of, error_of, gone
 from tests.counts import Count
-from tests.making.conversion.folders import folder_of
 from tests.tiny import write_tiny
 
 KILLS = Count(test=3, soak=20)
 FLAGS = QuantizeFlags(to="Q8_0", calibration_tokens=512, threads=1)
+
+
+def folder_of(name: str, folder: Path, **changes: Any) -> Path:
+    from tests.making.conversion.folders import folder_of as write  # takes torch, in each process that collects tests
+
+    return write(name, folder, **changes)
 
 
 @pytest.fixture

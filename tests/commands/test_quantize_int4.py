@@ -20,11 +20,12 @@ from edgelm.commands.quantize_int4 import quantize_int4
 from edgelm.library.scan import scan
 from tests.commands.test_torch_engine import write_tokenizer
 from tests.counts import Count
-from tests.models.tiny_models import build, write
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.models.tiny_models import build, write  # takes torch, in each process that collects tests
+
     path = tmp_path_factory.mktemp("tiny-llama")
     size = write_tokenizer(path)
     return write(build("tied", vocab_size=size, num_hidden_layers=2).half(), path)

@@ -11,11 +11,15 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryFile
+from unittest.mock import patch
 
 import pytest
 
 from edgelm.base.errors import USAGE_EXIT_CODE
+from edgelm.commands.cli import run_cli
 from tests.tiny import write_tiny
 
 TIMEOUT_S = 60
@@ -39,11 +43,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Edgelm:
+    """`edgelm` with an environment: called in this process, or started as one of its own where that is tested."""
+
     def __init__(self, environment: dict[str, str]) -> None:
         self.environment = environment
         self.command = [sys.executable, "-m", "edgelm"]
 
     def __call__(self, *arguments: str | Path, stdin: bytes = b"", **more: str) -> subprocess.CompletedProcess[bytes]:
+        """Run a command in this process, which has imported it. Its workers are processes, as ever."""
+        words = ["edgelm", *map(str, arguments)]
+        with ExitStack() as stack:
+            streams = [stack.enter_context(TemporaryFile("w+", encoding="utf-8")) for _ in range(3)]
+            streams[0].buffer.write(stdin)
+            streams[0].seek(0)
+            stack.enter_context(patch.dict(os.environ, self.environment | more, clear=True))
+            stack.enter_context(patch.object(sys, "argv", words))
+            for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
+                stack.enter_context(patch.object(sys, name, stream))
+            code = run_cli()
+            for stream in streams[1:]:
+                stream.seek(0)  # which writes what is buffered
+            return subprocess.CompletedProcess(words, code, *(stream.buffer.read() for stream in streams[1:]))
+
+    def process(self, *arguments: str | Path, stdin: bytes = b"", **more: str) -> subprocess.CompletedProcess[bytes]:
+        """Run a command as a user does."""
         return subprocess.run(
             [*self.command, *map(str, arguments)],
             input=stdin,
@@ -81,14 +104,14 @@ def error_of(done: subprocess.CompletedProcess[bytes], code: int = 1) -> str:
 
 
 def test_version_and_help(edgelm: Edgelm) -> None:
-    assert re.fullmatch(rb"edgelm \d+\.\d+\.\d+(\.dev\d+)?\n", edgelm("--version").stdout)
-    assert b"run" in edgelm("--help").stdout
-    assert b"--temperature" in edgelm("run", "--help").stdout
+    assert re.fullmatch(rb"edgelm \d+\.\d+\.\d+(\.dev\d+)?\n", edgelm.process("--version").stdout)
+    assert b"run" in edgelm.process("--help").stdout
+    assert b"--temperature" in edgelm.process("run", "--help").stdout
 
 
 @pytest.mark.parametrize("arguments", [["fly"], ["run"], ["run", "m", "p", "--seed", "x"], ["run", "m", "--wings"]])
 def test_wrong_usage_is_exit_code_2_and_one_line(edgelm: Edgelm, arguments: list[str]) -> None:
-    done = edgelm(*arguments)
+    done = edgelm.process(*arguments)
     assert done.returncode == 2
     assert done.stderr.startswith(b"error: ")
     assert done.stderr.count(b"\n") == 1
@@ -96,13 +119,13 @@ def test_wrong_usage_is_exit_code_2_and_one_line(edgelm: Edgelm, arguments: list
 
 def test_an_answer_goes_to_standard_output_and_nothing_else_does(edgelm: Edgelm, model: Path) -> None:
     # Drafts change the shape of batches, and with it the last bits of the logits.
-    first = edgelm("run", model, "hello", "--max-tokens", "12", "--seed", "3", "--spec", "off")
+    first = edgelm.process("run", model, "hello", "--max-tokens", "12", "--seed", "3", "--spec", "off")
     assert first.returncode == 0
     assert first.stdout.endswith(b"\n")
     assert len(first.stdout) > 1
     assert NOTE.fullmatch(first.stderr)
     settings = {"EDGELM_MAX_TOKENS": "12", "EDGELM_SEED": "3", "EDGELM_SPEC": "off"}
-    assert edgelm("run", model, stdin=b"hello", **settings).stdout == first.stdout
+    assert edgelm.process("run", model, stdin=b"hello", **settings).stdout == first.stdout
     assert edgelm("run", model, "hello", "--max-tokens", "12", "--seed", "4").stdout != first.stdout
 
 
@@ -190,7 +213,7 @@ def test_nothing_of_the_current_folder_is_run(
     (tmp_path / "random.py").write_text("raise SystemExit('not ours')")
     monkeypatch.chdir(tmp_path)
     edgelm.command = [str(Path(sys.executable).with_name("edgelm"))]  # `python -m` searches the current folder
-    assert edgelm("run", model, "hello", "--max-tokens", "3").returncode == 0
+    assert edgelm.process("run", model, "hello", "--max-tokens", "3").returncode == 0
 
 
 def test_a_file_name_that_is_not_utf_8_is_loaded(edgelm: Edgelm, model: Path, tmp_path: Path) -> None:
@@ -199,7 +222,7 @@ def test_a_file_name_that_is_not_utf_8_is_loaded(edgelm: Edgelm, model: Path, tm
         Path(os.fsdecode(path)).write_bytes(model.read_bytes())
     except OSError:
         pytest.skip("this file system has no such names")
-    done = edgelm("run", os.fsdecode(path), "hello", "--json", "--max-tokens", "3")
+    done = edgelm.process("run", os.fsdecode(path), "hello", "--json", "--max-tokens", "3")
     assert done.returncode == 0, done.stderr
 
 
@@ -237,7 +260,7 @@ def test_a_full_disk_under_standard_output_is_one_line(edgelm: Edgelm, model: Pa
 
 
 def test_an_output_that_is_not_utf_8_fails_no_answer(edgelm: Edgelm, model: Path) -> None:
-    done = edgelm("run", model, "hello", "--max-tokens", "60", *WILD, PYTHONIOENCODING="ascii")
+    done = edgelm.process("run", model, "hello", "--max-tokens", "60", *WILD, PYTHONIOENCODING="ascii")
     assert done.returncode == 0
     assert NOTE.fullmatch(done.stderr)
 

@@ -9,23 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from openai import OpenAI
-from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import BPE
 
 from edgelm.backends.build import build, choose_for_all
 from edgelm.backends.model import LoadedModel
-from edgelm.backends.torch import build as torch_build
 from edgelm.base.config import Settings
 from edgelm.base.errors import EdgeLMError
 from edgelm.base.workers.messages import EngineJob
 from edgelm.engine.core import SamplingParams
 from tests.commands.test_run import Edgelm, error_of
-from tests.models.tiny_models import build as tiny_model
-from tests.models.tiny_models import write
 from tests.server.harness import serving
 from tests.tiny import write_tiny
 
@@ -48,6 +43,9 @@ def write_tokenizer(folder: Path) -> int:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.models.tiny_models import build as tiny_model  # takes torch, in each process that collects tests
+    from tests.models.tiny_models import write
+
     path = tmp_path_factory.mktemp("tiny-qwen")
     size = write_tokenizer(path)
     return write(
@@ -64,6 +62,7 @@ def edgelm(server_environment: dict[str, str]) -> Edgelm:
 @pytest.fixture(scope="module")
 def greedy(folder: Path) -> list[int]:
     """Return the answer of transformers to the prompt."""
+    import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -232,7 +231,7 @@ def test_a_damaged_folder_is_one_line(copied: Path, file: str, content: str | by
 def test_a_quantization_that_cannot_be_read_is_one_line(
     copied: Path, monkeypatch: pytest.MonkeyPatch, quantization: dict[str, Any], reason: str
 ) -> None:
-    monkeypatch.setattr(torch_build, "build_torch", lambda *_: pytest.fail("the header shows it before"))
+    monkeypatch.setattr("edgelm.backends.torch.build.build_torch", lambda *_: pytest.fail("the header shows it before"))
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     assert reason in refusal(copied)
@@ -249,14 +248,17 @@ def test_modelopt_names_its_quantization_in_its_own_file(copied: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "reason"),
     [
-        (torch.float8_e4m3fn, "does not say how its weights are quantized"),
-        (torch.float64, "is F64, which cannot be multiplied; take a GGUF of the same model"),
-        (torch.int16, "is I16, which cannot be multiplied; take a GGUF of the same model"),
+        ("float8_e4m3fn", "does not say how its weights are quantized"),
+        ("float64", "is F64, which cannot be multiplied; take a GGUF of the same model"),
+        ("int16", "is I16, which cannot be multiplied; take a GGUF of the same model"),
     ],
 )
-def test_weights_of_a_type_that_is_not_read(copied: Path, dtype: torch.dtype, reason: str) -> None:
-    tensors = load_file(copied / "model.safetensors")
-    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, copied / "model.safetensors")
+def test_weights_of_a_type_that_is_not_read(copied: Path, dtype: str, reason: str) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors, kind = load_file(copied / "model.safetensors"), getattr(torch, dtype)
+    save_file({name: tensor.to(kind) for name, tensor in tensors.items()}, copied / "model.safetensors")
     assert reason in refusal(copied)
 
 
@@ -293,25 +295,25 @@ def hide(folder: Path, *packages: str) -> str:
 def test_without_tokenizers(edgelm: Edgelm, folder: Path, tmp_path: Path) -> None:
     """As after `pip install torch` alone: llama.cpp reads the tokenizer of a GGUF."""
     hidden = hide(tmp_path / "hidden", "tokenizers", "tokenizers.models")
-    line = error_of(edgelm("run", folder, "x", PYTHONPATH=hidden))
+    line = error_of(edgelm.process("run", folder, "x", PYTHONPATH=hidden))
     assert "needs the package tokenizers, which is not installed; type: " in line
     assert "install" in line
     path = write_tiny(tmp_path / "m.gguf", context=512)
     flags = ("--raw", "--max-tokens", "3", "--json", "--engine", "torch", "--spec", "off")
-    done = edgelm("run", path, "x", *flags, PYTHONPATH=hidden)
+    done = edgelm.process("run", path, "x", *flags, PYTHONPATH=hidden)
     assert done.returncode == 0, done.stderr.decode()
 
 
 def test_without_torch(edgelm: Edgelm, folder: Path, tmp_path: Path) -> None:
     """A GGUF runs, and a folder names the missing package, in every process of a command."""
     hidden = hide(tmp_path / "hidden", "torch", "triton")
-    line = error_of(edgelm("run", folder, "x", PYTHONPATH=hidden))
+    line = error_of(edgelm.process("run", folder, "x", PYTHONPATH=hidden))
     assert "needs torch" in line
     assert "edgelm[cuda]" in line
     path = write_tiny(tmp_path / "m.gguf", context=512)
-    done = edgelm("run", path, "x", "--raw", "--max-tokens", "3", "--json", PYTHONPATH=hidden)
+    done = edgelm.process("run", path, "x", "--raw", "--max-tokens", "3", "--json", PYTHONPATH=hidden)
     assert done.returncode == 0, done.stderr.decode()
-    assert "needs torch" in error_of(edgelm("run", path, "x", "--engine", "torch", PYTHONPATH=hidden))
+    assert "needs torch" in error_of(edgelm.process("run", path, "x", "--engine", "torch", PYTHONPATH=hidden))
 
 
 def test_both_sides_of_an_evaluation_run_on_one_engine(folder: Path, tmp_path: Path) -> None:

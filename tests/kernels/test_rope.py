@@ -7,8 +7,6 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from edgelm.kernels.rope import Rope, apply_rope, sine_cosine
 
@@ -40,6 +38,9 @@ def test_every_quadrant_and_its_edges_have_the_right_signs():
 
 
 def test_neox_equals_transformers():
+    from transformers import LlamaConfig  # two seconds, in each process that collects tests
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
     dim, length = 64, 4096
     config = LlamaConfig(
         hidden_size=2 * dim,

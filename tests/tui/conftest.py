@@ -102,8 +102,8 @@ class Driver:
         await self.until(lambda: self.screen.status.status.activity == "ready", "ready")
 
     async def answered(self) -> None:
-        """Wait for the end of the answer."""
-        await self.until(lambda: self.answer is None, "the end of the answer")
+        """Wait until the answer has ended and its last frame is drawn."""
+        await self.until(lambda: self.answer is None and not self.transcript._has_frame, "the end of the answer")
 
     async def ask(self, text: str) -> None:
         """Send a message and wait for its answer."""

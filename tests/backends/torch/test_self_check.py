@@ -89,6 +89,17 @@ def test_one_wrong_kernel_is_found_and_all_others_are_right(model: Path) -> None
     assert numbers == [(number, len(numbers)) for number in range(1, len(numbers) + 1)], "the total is known beforehand"
 
 
+@pytest.fixture(scope="module")
+def failures() -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "CC")}
+    command = [sys.executable, "-m", "tests.backends.torch.triton_failures"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    messages: dict[str, str] = {}
+    for line in done.stdout.splitlines():
+        messages |= json.loads(line)
+    return messages
+
+
 @pytest.mark.parametrize(
     ("case", "said"),
     {
@@ -99,13 +110,9 @@ def test_one_wrong_kernel_is_found_and_all_others_are_right(model: Path) -> None
         "no headers": "Python.h is not there; `sudo apt install python3-dev`",
     }.items(),
 )
-def test_real_failures_of_the_compiler_are_named(case: str, said: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "CC")}
-    command = [sys.executable, "-m", "tests.backends.torch.triton_failures", case]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=True)
-    error = json.loads(done.stdout.splitlines()[-1])
-    assert said in error
-    assert bool(error) is bool(said)
+def test_real_failures_of_the_compiler_are_named(failures: dict[str, str], case: str, said: str) -> None:
+    assert said in failures[case]
+    assert bool(failures[case]) is bool(said)
 
 
 def test_without_a_model_every_op_is_tried_and_the_experts_in_every_format(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,9 @@
-"""A real failure of Triton on this machine, as JSON: what the trial of a GPU would say of it."""
+"""Real failures of Triton on this machine: what the trial of a GPU would say of each, by name, as JSON."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable
@@ -38,11 +37,11 @@ def build(name: str, **environment: str) -> None:
 def without_headers() -> None:
     real: Any = sysconfig.get_paths
     nowhere = {"include": "/nonexistent"}
-    sysconfig.get_paths = lambda *args, **named: {**real(*args, **named), **nowhere}  # for the rest of this process
+    sysconfig.get_paths = lambda *args, **named: {**real(*args, **named), **nowhere}
     build("no_headers")
 
 
-CASES: dict[str, Callable[[], None]] = {  # a case at a time: Triton remembers the compiler that it found
+CASES: dict[str, Callable[[], None]] = {
     "sm_90": lambda: for_target(90),
     "sm_130": lambda: for_target(130),
     "no compiler": lambda: build("no_compiler", PATH="/nonexistent"),
@@ -51,15 +50,23 @@ CASES: dict[str, Callable[[], None]] = {  # a case at a time: Triton remembers t
 }
 
 
-def main() -> None:
-    error = ""
+def message_of(case: Callable[[], None]) -> str:
+    """Return the error of a case; empty if there is none."""
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, {"TRITON_CACHE_DIR": folder}):
         try:
             with explained(), gpu_errors():
-                CASES[sys.argv[1]]()
+                case()
         except EngineError as problem:
-            error = str(problem)
-    print(json.dumps(error))
+            return str(problem)
+    return ""
+
+
+def main() -> None:
+    for name, case in CASES.items():
+        if (child := os.fork()) == 0:  # a process for each: Triton remembers the compiler that it found
+            print(json.dumps({name: message_of(case)}), flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
 
 
 if __name__ == "__main__":

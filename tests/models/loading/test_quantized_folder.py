@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 
 from edgelm.base.errors import ModelError
 from edgelm.kernels.grouped import grouped_matmul
@@ -208,6 +207,8 @@ def test_int8_compressed_tensors(symmetric: bool) -> None:
 
 def test_mxfp4_experts() -> None:
     """As transformers reads them; a tensor has the shape of the plain one, [experts, columns, rows]."""
+    from transformers.integrations.mxfp4 import _convert_moe_packed_tensors  # a second, where tests are collected
+
     blocks = torch.randint(0, 256, (3, 24, 4, 16), dtype=torch.uint8)
     scales = torch.randint(90, 160, (3, 24, 4), dtype=torch.uint8)
     with tempfile.TemporaryDirectory() as path:
