@@ -27,11 +27,6 @@ from tests.commands.test_run import TIMEOUT_S, Edgelm, error_of
 from tests.making.conversion.folders import folder_of
 
 
-@pytest.fixture
-def edgelm(server_environment: dict[str, str]) -> Edgelm:
-    return Edgelm(server_environment)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder_of("llama3", tmp_path_factory.mktemp("models") / "tiny-llama")

@@ -35,11 +35,6 @@ KILLS = Count(test=3, soak=20)
 FLAGS = QuantizeFlags(to="Q8_0", calibration_tokens=512, threads=1)
 
 
-@pytest.fixture
-def edgelm(server_environment: dict[str, str]) -> Edgelm:
-    return Edgelm(server_environment)
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "wide.gguf"
