@@ -1,6 +1,6 @@
 """The passages of `edgelm run --know`: read and searched in this process, whatever the model is.
 
-Owns the lines on standard error about files that are left out. Knows nothing of the model.
+Owns the lines on standard error about what is read and left out. Knows nothing of the model.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from contextlib import closing
 from edgelm.base.errors import EdgeLMError
 from edgelm.base.passages import Passage
 from edgelm.base.places import Places
+from edgelm.base.workers.messages import Read
 from edgelm.chats.knowledge.files import LeftOut
 from edgelm.chats.knowledge.index import Knowledge
 from edgelm.chats.knowledge.quote import MOST_CHARS
-from edgelm.chats.knowledge.starter import starter_passages
+from edgelm.chats.knowledge.starter import starter_answers, starter_passages
 from edgelm.library.suggestion import suggested_model
 
 NUM_NAMED = 3  # files that are left out and named without --verbose
@@ -44,10 +45,26 @@ def find_passages(roots: Sequence[str], question: str, places: Places, *, verbos
     return tuple(passages)
 
 
-def find_starter_passages(question: str, places: Places) -> tuple[Passage, ...]:
-    """Return the passages of the guide for a question to the starter, and its larger model. Raises EdgeLMError."""
-    with closing(Knowledge(places.cache / "knowledge.db")) as knowledge:
-        return tuple(starter_passages(knowledge, question, suggested_model()))
+def read_guide(question: str, places: Places) -> tuple[tuple[Passage, ...] | None, list[str]]:
+    """Return passages of the guide for the starter, and its possible answers; None: the guide cannot be searched."""
+    try:
+        with closing(Knowledge(places.cache / "knowledge.db")) as knowledge:
+            passages = tuple(starter_passages(knowledge, question, suggested_model()))
+    except EdgeLMError as error:
+        print(f"note: the guide is not read: {error}", file=sys.stderr)
+        return None, []
+    return passages, starter_answers(passages, question)
+
+
+def note_passages(read: Read, num_found: int) -> None:
+    """Name the passages that the model reads, on standard error."""
+    if read.passages:
+        names = ", ".join(f"{number} {passage.name}" for number, passage in enumerate(read.passages, 1))
+    elif num_found:
+        names = "nothing: the context has no room; raise --ctx"
+    else:
+        names = "nothing: no passage fits the question"
+    print(f"read: {names}", file=sys.stderr)
 
 
 def _note_left_out(left_out: Sequence[LeftOut], verbose: bool) -> None:

@@ -15,7 +15,6 @@ import typer
 from edgelm.base.config import SETTINGS, Config, load_config
 from edgelm.base.errors import EdgeLMError, UsageError
 from edgelm.base.passages import Passage
-from edgelm.base.places import Places
 from edgelm.base.workers.grammars import GrammarSpec
 from edgelm.base.workers.messages import EFFORTS, Read, Result, RunJob, Said, Text, Thinking, Thought
 from edgelm.chats.attachments import images
@@ -149,9 +148,10 @@ def _local_job(
         passages = find_passages(know, text, config.places, verbose=verbose)
     elif local.name == STARTER and not options.raw:
         from edgelm.chats.knowledge import GUIDE
+        from edgelm.commands.knowledge import read_guide
 
         know = (GUIDE,)
-        passages, quotations = _read_guide(text, config.places)
+        passages, quotations = read_guide(text, config.places)
         if quotations and grammar is None:
             grammar = GrammarSpec("choice", json.dumps(quotations, ensure_ascii=False))
             settings = settings if flags.get("temperature") is not None else replace(settings, temperature=0.0)
@@ -251,7 +251,9 @@ def _print_answer(
             if saved is not None and isinstance(reply, Text | Thought):
                 saved.append(reply)
             if isinstance(reply, Read):
-                _note_passages(reply, len(job.passages or ()))
+                from edgelm.commands.knowledge import note_passages
+
+                note_passages(reply, len(job.passages or ()))
             elif isinstance(reply, Thought) and thoughts.terminal and not as_json:
                 thoughts.write(reply.text)
             elif isinstance(reply, Text) and not as_json:
@@ -289,30 +291,6 @@ def _with_preset(preset: Preset, config: Config, think: Thinking, *, is_saved: b
         words = "not used by edgelm run, but saved with the chat" if is_saved else "for the chat only"
         print(f"note: these values of the preset are {words}: {', '.join(unused)}", file=sys.stderr)
     return replace(config, settings=replace(config.settings, **own)), think
-
-
-def _read_guide(question: str, places: Places) -> tuple[tuple[Passage, ...] | None, list[str]]:
-    """Return passages of the guide for the starter, and its possible answers; None: the guide cannot be searched."""
-    from edgelm.chats.knowledge.starter import starter_answers
-    from edgelm.commands.knowledge import find_starter_passages
-
-    try:
-        passages = find_starter_passages(question, places)
-    except EdgeLMError as error:
-        print(f"note: the guide is not read: {error}", file=sys.stderr)
-        return None, []
-    return passages, starter_answers(passages, question)
-
-
-def _note_passages(read: Read, num_found: int) -> None:
-    """Name the passages that the model reads, on standard error."""
-    if read.passages:
-        names = ", ".join(f"{number} {passage.name}" for number, passage in enumerate(read.passages, 1))
-    elif num_found:
-        names = "nothing: the context has no room; raise --ctx"
-    else:
-        names = "nothing: no passage fits the question"
-    print(f"read: {names}", file=sys.stderr)
 
 
 def _finish(result: dict[str, Any], output: _Output, as_json: bool, verbose: bool) -> None:

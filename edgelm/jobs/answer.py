@@ -13,16 +13,18 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from edgelm.backends.model import LoadedModel
 from edgelm.base.config import Settings
 from edgelm.base.errors import RequestError
 from edgelm.base.sampling import SamplingParams
-from edgelm.engine.core import Event, PictureSpan, Sampled, Stats
+from edgelm.engine.core import Event, Masks, PictureSpan, Sampled, Stats
 from edgelm.engine.usage import Usage
 from edgelm.jobs.constraints import Constraints, Style, Styles
 from edgelm.jobs.prompts import PastTokens, Prompts
 from edgelm.jobs.request import AnswerDelta, AnswerReason, AnswerRequest, too_long
-from edgelm.text.calls.repeats import RepeatedCalls
+from edgelm.text.calls.output import RepeatedCalls
 from edgelm.text.parse import AnswerParser, Args, CallBegin, CallEnd, Content, Part, Reasoning
 from edgelm.text.prompt_token_cache import Prompt
 from edgelm.text.stream import IndentLimit
@@ -225,14 +227,12 @@ class Answerer:
         script = prepared.ids[1:]
         if not script:
             return []
-        from edgelm.engine.sampling.script import ScriptMatcher  # few requests ask for these
-
         params = SamplingParams(temperature=0, max_tokens=len(script), num_logprobs=prepared.params.num_logprobs)
         sampled: list[Sampled] = []
         stream = self._loaded.engine.submit(
             prepared.ids[:1],
             params,
-            ScriptMatcher(script),
+            _ScriptMatcher(script),
             cache_namespace=prepared.cache_namespace,
             client=prepared.client,
         )
@@ -399,3 +399,39 @@ def _no_stats(prompt_tokens: int) -> Stats:
         first_token_ms=0,
         decode_ms=0,
     )
+
+
+class _ScriptMatcher:
+    """A `Matcher` (core.py) that allows one sequence of tokens, so that the model only scores it.
+
+    They are forced like those of a grammar: verification runs many of them in one step, and each sampled token has the
+    log-probability that the model itself gives it.
+    """
+
+    error: str | None = None
+    unrestricted = False
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = tokens
+        self._num_accepted = 0
+
+    @property
+    def done(self) -> bool:
+        return self._num_accepted == len(self._tokens)
+
+    def allowed(self, draft: list[int]) -> int:
+        expected = self._tokens[self._num_accepted :]
+        pairs = zip(draft, expected, strict=False)
+        return next((row for row, (token, right) in enumerate(pairs) if token != right), min(len(draft), len(expected)))
+
+    def forced(self, most: int) -> list[int]:
+        return list(self._tokens[self._num_accepted : self._num_accepted + most])
+
+    def fill(self, draft: list[int], rows: Masks) -> None:
+        rows[:] = 0
+        for row, token in zip(rows, self._tokens[self._num_accepted :], strict=False):
+            row.view(np.uint32)[token // 32] = 1 << token % 32
+
+    def accept(self, token: int) -> None:
+        assert token == self._tokens[self._num_accepted]
+        self._num_accepted += 1

@@ -5,6 +5,8 @@ A file that is cut short while it is mapped kills this process (SIGBUS); library
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +18,11 @@ from edgelm.base.machine.gpu import has_torch
 from edgelm.base.machine.llama_build import extra_command
 from edgelm.base.machine.memory import available_memory_bytes
 from edgelm.base.workers.child import answer_requests
+from edgelm.checkpoints.config_json import CONFIG
 from edgelm.checkpoints.encoder import is_encoder_folder
+from edgelm.checkpoints.files import cannot_open
 from edgelm.checkpoints.folder import folder_facts, folder_summary
 from edgelm.checkpoints.gguf import GGUF, open_gguf
-from edgelm.checkpoints.identity import content_identity
 from edgelm.checkpoints.llama_checks import require_model
 from edgelm.checkpoints.safetensors import Safetensors, open_safetensors
 from edgelm.checkpoints.summary import ModelFacts, ModelSummary, model_facts, model_summary
@@ -29,6 +32,10 @@ from edgelm.models.config import folder_problem
 if TYPE_CHECKING:
     from edgelm.backends.plan import EngineMemory
     from edgelm.library.details import Details
+
+SAMPLE_BYTES = 256  # of each tensor, in its middle
+MAX_HEAD_BYTES = 2**28
+BESIDE = (CONFIG, "tokenizer.json")  # of a folder: they decide how its weights compute
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -157,6 +164,38 @@ def read_card(path: Path) -> dict[str, Any]:
             return gguf_card(gguf)
     except ModelError as error:
         return {"error": str(error)}
+
+
+def content_identity(model: GGUF | Safetensors) -> str:
+    """Return the identity of an open model by its content, in hexadecimal: a copy and another date have the same one.
+
+    The head of each file counts, and a sample of each tensor, since another training or quantization changes every
+    tensor that it touches: a model of gigabytes takes milliseconds. Raises ModelError where a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    places: dict[Path, list[tuple[int, int]]] = {path: [] for path in model.paths}
+    for tensor in model.tensors.values():
+        places[tensor.path].append((tensor.offset, tensor.nbytes))
+    try:
+        for path in model.paths:
+            for part in _samples(path, places[path]):
+                digest.update(len(part).to_bytes(8, "little") + part)
+        if isinstance(model, Safetensors):
+            for path in (model.folder / name for name in BESIDE):
+                digest.update(path.read_bytes() if path.is_file() else b"")
+    except OSError as error:
+        raise cannot_open(model.name, error) from None
+    return digest.hexdigest()
+
+
+def _samples(path: Path, places: list[tuple[int, int]]) -> Iterator[bytes]:
+    """Yield the size of a file, all that is before its first tensor, and the samples."""
+    with path.open("rb") as file:
+        yield str(path.stat().st_size).encode()
+        yield file.read(min([*(offset for offset, _ in places), MAX_HEAD_BYTES]))
+        for offset, nbytes in sorted(places):
+            file.seek(offset + max(nbytes - SAMPLE_BYTES, 0) // 2)
+            yield file.read(min(nbytes, SAMPLE_BYTES))
 
 
 def _gguf_memory(gguf: GGUF, settings: Settings) -> dict[str, Any]:

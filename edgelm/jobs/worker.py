@@ -21,9 +21,9 @@ from edgelm.base.errors import NotSeenError, RequestError
 from edgelm.base.places import own_places
 from edgelm.base.workers.child import Child, Handler, run_job
 from edgelm.base.workers.messages import EngineJob, EvalJob, Result, RunJob, Status
+from edgelm.checkpoints.encoder import is_encoder_folder
 from edgelm.jobs.embed_request import EmbedJob
 from edgelm.jobs.speed import BenchJob, check, measure, measure_picture
-from edgelm.making.conversion.kept import with_gguf
 from edgelm.text.template_runner import start_template_worker
 
 
@@ -52,7 +52,11 @@ def work_with_engine(
 
 
 def _build(job: EngineJob, child: Child) -> LoadedModel:
-    return build(replace(job, model=with_gguf(job.model, own_places().cache)), reports_to(child))
+    if job.model.is_dir() and is_encoder_folder(job.model):
+        from edgelm.making.conversion.convert import kept_gguf  # most models are GGUFs
+
+        job = replace(job, model=kept_gguf(job.model, own_places().cache))
+    return build(job, reports_to(child))
 
 
 def _run(job: RunJob, child: Child) -> None:

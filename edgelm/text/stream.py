@@ -38,11 +38,6 @@ class TextStream:
     def stopped(self) -> bool:
         return self.matched is not None
 
-    @property
-    def held_len(self) -> int:
-        """The number of characters held back because a stop string may begin with them."""
-        return len(self._held)
-
     def push(self, piece: bytes) -> str:
         """Return the text that can be shown now; nothing after a stop string."""
         assert not self._flushed, "the text has ended"

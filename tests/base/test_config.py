@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from edgelm.base.config import Settings, load_config
 from edgelm.base.errors import EdgeLMError
+from edgelm.base.places import Places
 from edgelm.base.setting_checks import split_scale
 
 
@@ -120,3 +121,10 @@ def test_any_text_in_a_flag_gives_settings_or_one_line(flags: dict[str, str]) ->
         assert settings.ctx is None or settings.ctx >= 1
     else:
         assert "\n" not in str(error)
+
+
+def test_places_can_be_moved() -> None:
+    moved = Places({"EDGELM_DATA_DIR": "/there", "HF_HUB_CACHE": "/hub"})
+    assert moved.data == Path("/there")
+    assert moved.hub == Path("/hub")
+    assert Places({}).config.name == "edgelm"

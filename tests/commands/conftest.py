@@ -1,4 +1,4 @@
-"""An environment with its own folders, for tests that start programs."""
+"""The program, and an environment with its own folders."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
+
+from tests.commands.test_run import Edgelm
 
 
 @pytest.fixture
@@ -16,3 +18,9 @@ def server_environment(measured_cache: Path, tmp_path: Path) -> dict[str, str]:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "machine").symlink_to(measured_cache / "machine")
     return clean | places | {"HF_HOME": str(tmp_path / "hf")}
+
+
+@pytest.fixture
+def edgelm(server_environment: dict[str, str]) -> Edgelm:
+    """The program in that environment."""
+    return Edgelm(server_environment)

@@ -33,11 +33,6 @@ def folder_of(name: str, folder: Path, **changes: Any) -> Path:
     return write(name, folder, **changes)
 
 
-@pytest.fixture
-def edgelm(server_environment: dict[str, str]) -> Edgelm:
-    return Edgelm(server_environment)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder_of("llama3", tmp_path_factory.mktemp("models") / "tiny-llama")

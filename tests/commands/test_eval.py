@@ -45,11 +45,6 @@ FIELDS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def edgelm(server_environment: dict[str, str]) -> Edgelm:
-    return Edgelm(server_environment)
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one model in two quantizations, and another model."""

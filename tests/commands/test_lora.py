@@ -16,11 +16,6 @@ from tests.tiny import write_tiny
 LAYER = "model.layers.0.mlp.down_proj"
 
 
-@pytest.fixture
-def edgelm(server_environment: dict[str, str]) -> Edgelm:
-    return Edgelm(server_environment)
-
-
 def test_an_adapter_changes_the_answers_of_its_model(edgelm: Edgelm, tmp_path: Path) -> None:
     model = write_tiny(tmp_path / "tiny.gguf", width=64, ffn=96)
     adapter = write_adapter(tmp_path / "adapter", {LAYER: (64, 96)}, size=2.0)

@@ -40,11 +40,6 @@ def folder_of(name: str, folder: Path, **changes: Any) -> Path:
     return write(name, folder, **changes)
 
 
-@pytest.fixture
-def edgelm(server_environment: dict[str, str]) -> Edgelm:
-    return Edgelm(server_environment)
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "wide.gguf"

@@ -31,11 +31,6 @@ OBJECT = re.compile(r'\{"ok": (true|false), "size": "[sm]"\}')
 GREEDY = ("--temperature", "0")
 
 
-@pytest.fixture
-def edgelm(server_environment: dict[str, str]) -> Edgelm:
-    return Edgelm(server_environment)
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")

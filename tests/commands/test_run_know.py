@@ -17,11 +17,6 @@ QUESTION = "which command shows me the models?"
 SHORT = ("--max-tokens", "3", "--temperature", "0")
 
 
-@pytest.fixture
-def edgelm(server_environment: dict[str, str]) -> Edgelm:
-    return Edgelm(server_environment)
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")

@@ -12,10 +12,9 @@ import pytest
 from edgelm.base.config import Settings
 from edgelm.base.errors import EdgeLMError
 from edgelm.checkpoints.gguf import open_gguf
-from edgelm.checkpoints.identity import content_identity
 from edgelm.commands.show import show_model
 from edgelm.evaluation.kept import KeptResults
-from edgelm.jobs.reader import read_details
+from edgelm.jobs.reader import content_identity, read_details
 from edgelm.library.readers import Detail, read_each
 from tests.checkpoints import test_safetensors_fuzz as folders
 from tests.checkpoints.gguf_bytes import RawGGUF

@@ -54,11 +54,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.fixture
-def edgelm(server_environment: dict[str, str]) -> Edgelm:
-    return Edgelm(server_environment)
-
-
 @pytest.fixture(scope="module")
 def greedy(folder: Path) -> list[int]:
     """Return the answer of transformers to the prompt."""

@@ -1,6 +1,8 @@
-"""kernels/unpack.py: words become exact values, by the plain functions and by the assembly, run by ptx/assembly.py."""
+"""kernels/unpack.py: words become exact values, by the plain functions and by the assembly, run as its PTX would be."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,10 +15,12 @@ from triton.runtime.interpreter import TensorHandle
 from edgelm.kernels import unpack
 from edgelm.kernels.layout import pack_codes
 from tests.kernels.cases.matmul import IQ4, MXFP4
-from tests.kernels.ptx import assembly
-from tests.kernels.ptx.assembly import Words
+from tests.kernels.ptx.instructions import OF_REGISTERS
+from tests.kernels.ptx.parse import parse
+from tests.kernels.ptx.registers import Registers
 from tests.kernels.seeds import SEED, generator
 
+Words = NDArray[np.uint32]
 DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
 
 
@@ -44,6 +48,19 @@ def unpack_words(
 
 def packed_book(values: tuple[int, ...]) -> int:
     return sum((value & 255) << 8 * i for i, value in enumerate(values))
+
+
+def run_assembly(text: str, inputs: Sequence[Words], num_outputs: int) -> list[NDArray[np.uint16]]:
+    """Run assembly on words and return its 16-bit outputs $0, $1, ...; the inputs are the operands after them."""
+    names = [f"${num_outputs + at}" for at in range(len(inputs))]
+    body = f".reg .b16 $<{num_outputs}>; .reg .b32 {', '.join(names)}; {text}"
+    program = parse(f".visible .entry assembly() {{ {body} ret; }}")
+    registers = Registers(program, len(inputs[0]), {})
+    for name, words in zip(names, inputs, strict=True):
+        registers.array(name)[:] = words
+    for instruction in program.instructions[:-1]:
+        OF_REGISTERS[instruction.parts[0]](instruction, registers)(None)
+    return [registers.array(f"${at}") for at in range(num_outputs)]
 
 
 KINDS = [(4, "", 0, 0), (4, "", 8, 0), (4, "", 0, packed_book(IQ4)), (4, "", 0, packed_book(MXFP4)), (5, "", 16, 0)]
@@ -101,7 +118,7 @@ def emulated(
     words = [np.broadcast_to(tensor.handle.data, args[0].shape).ravel().view(np.uint32) for tensor in args]
     assert len(words) == operands.split(",").count("r")
     kind = np.uint16 if dtype[0] == tl.bfloat16 else np.float16  # the interpreter keeps bfloat16 as its bits
-    outputs = [bits.view(kind).reshape(args[0].shape) for bits in assembly.run(text, words, len(dtype))]
+    outputs = [bits.view(kind).reshape(args[0].shape) for bits in run_assembly(text, words, len(dtype))]
     return tuple(tl.tensor(TensorHandle(data, dtype[0]), tl.block_type(dtype[0], args[0].shape)) for data in outputs)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -152,20 +153,20 @@ async def with_card(
         yield table, engines
 
 
-@contextmanager
-def virtual() -> Iterator[VirtualLoop]:
-    loop = VirtualLoop()
-    asyncio.set_event_loop(loop)
-    try:
-        yield loop
-    finally:
-        asyncio.set_event_loop(None)
-        loop.close()
+def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test in a loop whose clock jumps."""
 
+    @wraps(test)
+    def run(*arguments: Any, **fixtures: Any) -> None:
+        loop = VirtualLoop()
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_until_complete(test(*arguments, **fixtures))
+        finally:
+            asyncio.set_event_loop(None)
+            loop.close()
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    with virtual() as loop:
-        loop.run_until_complete(test)
+    return run
 
 
 @asynccontextmanager
@@ -187,217 +188,188 @@ def loaded(table: EngineTable) -> list[str]:
     return sorted(slot.model.name for slot in table.slots.values() if slot.state == "ready")
 
 
-def test_the_least_recently_used_idle_model_makes_room() -> None:
-    async def test() -> None:
-        async with served(10, {"a": 4, "b": 4, "c": 4}) as (table, _):
-            for model in (A, B, A):
-                await ask(table, model)
-            await ask(table, C)
-            assert loaded(table) == ["a", "c"]
-
-    run(test())
+@in_virtual_time
+async def test_the_least_recently_used_idle_model_makes_room() -> None:
+    async with served(10, {"a": 4, "b": 4, "c": 4}) as (table, _):
+        for model in (A, B, A):
+            await ask(table, model)
+        await ask(table, C)
+        assert loaded(table) == ["a", "c"]
 
 
-def test_a_model_that_fits_beside_the_others_unloads_none() -> None:
-    async def test() -> None:
-        async with served(12, {"a": 4, "b": 4, "c": 4}) as (table, _):
-            for model in (A, B, C):
-                await ask(table, model)
-            assert loaded(table) == ["a", "b", "c"]
-
-    run(test())
+@in_virtual_time
+async def test_a_model_that_fits_beside_the_others_unloads_none() -> None:
+    async with served(12, {"a": 4, "b": 4, "c": 4}) as (table, _):
+        for model in (A, B, C):
+            await ask(table, model)
+        assert loaded(table) == ["a", "b", "c"]
 
 
-def test_two_loads_at_once_do_not_count_the_same_free_bytes() -> None:
-    async def test() -> None:
-        async with served(10, {"a": 6, "b": 6}) as (table, engines):
-            await asyncio.gather(ask(table, A, 5), ask(table, B, 5))
-            assert engines.machine.most <= PEAK * 6
-            assert loaded(table) == ["b"], "it came second, and the first was idle then"
-
-    run(test())
+@in_virtual_time
+async def test_two_loads_at_once_do_not_count_the_same_free_bytes() -> None:
+    async with served(10, {"a": 6, "b": 6}) as (table, engines):
+        await asyncio.gather(ask(table, A, 5), ask(table, B, 5))
+        assert engines.machine.most <= PEAK * 6
+        assert loaded(table) == ["b"], "it came second, and the first was idle then"
 
 
-def test_two_loads_at_once_where_memory_is_ample() -> None:
-    async def test() -> None:
-        async with served(100, {"a": 6, "b": 6}) as (table, _):
-            loop = asyncio.get_running_loop()
-            began = loop.time()
-            await asyncio.gather(ask(table, A, 0), ask(table, B, 0))
-            assert loop.time() - began < 2 * LOAD_S
-
-    run(test())
+@in_virtual_time
+async def test_two_loads_at_once_where_memory_is_ample() -> None:
+    async with served(100, {"a": 6, "b": 6}) as (table, _):
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await asyncio.gather(ask(table, A, 0), ask(table, B, 0))
+        assert loop.time() - began < 2 * LOAD_S
 
 
-def test_a_busy_model_is_waited_for_and_then_makes_room() -> None:
-    async def test() -> None:
-        async with served(10, {"a": 6, "b": 6}) as (table, _):
-            busy = asyncio.create_task(ask(table, A, 20))
-            await asyncio.sleep(5)
-            async with table.lease(B) as slot:
-                with pytest.raises(StillLoadingError, match="b waits for memory: a is in use") as waiting:
-                    await slot.ready(3)
-                assert waiting.value.retry_after_s
-                assert slot.state == "waiting"
-                await slot.ready(600)
-            assert busy.done()
-
-    run(test())
+@in_virtual_time
+async def test_a_busy_model_is_waited_for_and_then_makes_room() -> None:
+    async with served(10, {"a": 6, "b": 6}) as (table, _):
+        busy = asyncio.create_task(ask(table, A, 20))
+        await asyncio.sleep(5)
+        async with table.lease(B) as slot:
+            with pytest.raises(StillLoadingError, match="b waits for memory: a is in use") as waiting:
+                await slot.ready(3)
+            assert waiting.value.retry_after_s
+            assert slot.state == "waiting"
+            await slot.ready(600)
+        assert busy.done()
 
 
-def test_a_model_that_is_asked_all_the_time_does_not_starve_another() -> None:
-    async def test() -> None:
-        async with served(10, {"a": 6, "b": 6}) as (table, _):
+@in_virtual_time
+async def test_a_model_that_is_asked_all_the_time_does_not_starve_another() -> None:
+    async with served(10, {"a": 6, "b": 6}) as (table, _):
 
-            async def always() -> None:
-                while True:
-                    await ask(table, A, 2)
+        async def always() -> None:
+            while True:
+                await ask(table, A, 2)
 
-            others = [asyncio.create_task(always()) for _ in range(3)]
-            await asyncio.sleep(10)
-            async with asyncio.timeout(DRAIN_S + 2 + 2 * LOAD_S):
-                await ask(table, B)
-            before = asyncio.get_running_loop().time()
-            await ask(table, A)
-            assert asyncio.get_running_loop().time() - before < DRAIN_S + 3 * LOAD_S, "and the first is loaded again"
-            for other in others:
-                other.cancel()
-
-    run(test())
-
-
-def test_memory_that_never_becomes_free_is_a_clear_error_with_a_time_to_retry() -> None:
-    async def test() -> None:
-        async with served(10, {"a": 6, "b": 6}) as (table, _):
-            busy = asyncio.create_task(ask(table, A, 10_000))
-            await asyncio.sleep(5)
-            with pytest.raises(StillLoadingError, match=r"b got no memory within \d+ s: a is in use") as refused:
-                await ask(table, B)
-            assert refused.value.retry_after_s
-            assert asyncio.get_running_loop().time() < ROOM_LIMIT_S + 20
-            busy.cancel()
-
-    run(test())
-
-
-def test_a_model_that_can_never_fit_is_refused_at_once() -> None:
-    async def test() -> None:
-        async with served(10, {"a": 6, "b": 11}) as (table, _):
-            await ask(table, A)
-            began = asyncio.get_running_loop().time()
-            with pytest.raises(ModelError, match="b needs 11"):
-                await ask(table, B)
-            assert asyncio.get_running_loop().time() - began < 1
-            assert loaded(table) == ["a"], "nothing was unloaded for it"
-
-    run(test())
-
-
-def test_a_pinned_model_stays_and_the_refusal_names_it() -> None:
-    async def test() -> None:
-        async with served(10, {"a": 6, "b": 6}) as (table, _):
-            await ask(table, A, keep_alive_s=math.inf)
-            with pytest.raises(ModelError, match="as a is kept for ever"):
-                await ask(table, B)
-            assert loaded(table) == ["a"]
-            await ask(table, A, keep_alive_s=60)
+        others = [asyncio.create_task(always()) for _ in range(3)]
+        await asyncio.sleep(10)
+        async with asyncio.timeout(DRAIN_S + 2 + 2 * LOAD_S):
             await ask(table, B)
-            assert loaded(table) == ["b"]
-
-    run(test())
-
-
-def test_max_models() -> None:
-    async def test() -> None:
-        async with served(100, {}, max_models=2) as (table, _):
-            for model in (A, B, C):
-                await ask(table, model)
-            assert loaded(table) == ["b", "c"]
-            for model in (B, C):
-                await ask(table, model, keep_alive_s=math.inf)
-            with pytest.raises(ModelError, match="--max-models is 2, and b and c are kept for ever"):
-                await ask(table, D)
-
-    run(test())
+        before = asyncio.get_running_loop().time()
+        await ask(table, A)
+        assert asyncio.get_running_loop().time() - before < DRAIN_S + 3 * LOAD_S, "and the first is loaded again"
+        for other in others:
+            other.cancel()
 
 
-def test_a_limit_holds_while_models_load() -> None:
-    async def test() -> None:
-        sizes = {"a": 300, "b": 300, "c": 300}
-        async with served(10_000, sizes, limit=1060) as (table, engines):
-            await asyncio.gather(*(ask(table, model, 3) for model in (A, B, C)))
-            assert engines.machine.most <= 1060
-            assert loaded(table) == ["a", "b", "c"], "with a ninth for conversations they fit"
-
-    run(test())
-
-
-def test_keep_alive_ends_a_model_in_time_and_polling_does_not_prolong_it() -> None:
-    async def test() -> None:
-        async with served(10, {}) as (table, _):
-            await ask(table, A, keep_alive_s=30)
-            await ask(table, B, keep_alive_s=0)
-            for _ in range(20):
-                await asyncio.sleep(1)
-                assert [slot.model.name for slot in table.all_slots()] == ["a"]
-                assert [slot.progress for slot in table.slots.values()] == [1.0]
-            await asyncio.sleep(10)
-            assert not table.all_slots()
-
-    run(test())
-
-
-def test_release_lets_a_busy_model_finish() -> None:
-    async def test() -> None:
-        async with served(10, {}) as (table, engines):
-            busy = asyncio.create_task(ask(table, A, 20))
-            await asyncio.sleep(5)
-            assert table.release(A)
-            assert not table.release(B)
-            await asyncio.sleep(10)
-            assert loaded(table) == ["a"]
-            await busy
-            await asyncio.sleep(0.1)
-            assert not table.slots
-            assert engines.processes[0].closed
-
-    run(test())
-
-
-def test_the_end_of_a_waiting_model_leaves_the_ending_of_its_victim_alone() -> None:
-    async def test() -> None:
-        async with served(10, {"a": 6, "b": 6}) as (table, engines):
-            await ask(table, A)
-            engines.processes[0].may_close.clear()
-            waiting = asyncio.create_task(ask(table, B))
-            await asyncio.sleep(1)
-            await table.unload(table.slots[B.path])
-            with pytest.raises(EdgeLMError, match="b is being unloaded"):
-                await waiting
-            engines.processes[0].may_close.set()
-            await asyncio.sleep(1)
-            assert table.all_slots() == []
+@in_virtual_time
+async def test_memory_that_never_becomes_free_is_a_clear_error_with_a_time_to_retry() -> None:
+    async with served(10, {"a": 6, "b": 6}) as (table, _):
+        busy = asyncio.create_task(ask(table, A, 10_000))
+        await asyncio.sleep(5)
+        with pytest.raises(StillLoadingError, match=r"b got no memory within \d+ s: a is in use") as refused:
             await ask(table, B)
+        assert refused.value.retry_after_s
+        assert asyncio.get_running_loop().time() < ROOM_LIMIT_S + 20
+        busy.cancel()
 
-    run(test())
+
+@in_virtual_time
+async def test_a_model_that_can_never_fit_is_refused_at_once() -> None:
+    async with served(10, {"a": 6, "b": 11}) as (table, _):
+        await ask(table, A)
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(ModelError, match="b needs 11"):
+            await ask(table, B)
+        assert asyncio.get_running_loop().time() - began < 1
+        assert loaded(table) == ["a"], "nothing was unloaded for it"
 
 
-def test_the_server_ends_while_a_model_makes_room() -> None:
-    async def test() -> None:
-        async with served(10, {"a": 6, "b": 6}) as (table, engines):
-            await ask(table, A)
-            engines.processes[0].may_close.clear()
-            waiting = asyncio.create_task(ask(table, B))
+@in_virtual_time
+async def test_a_pinned_model_stays_and_the_refusal_names_it() -> None:
+    async with served(10, {"a": 6, "b": 6}) as (table, _):
+        await ask(table, A, keep_alive_s=math.inf)
+        with pytest.raises(ModelError, match="as a is kept for ever"):
+            await ask(table, B)
+        assert loaded(table) == ["a"]
+        await ask(table, A, keep_alive_s=60)
+        await ask(table, B)
+        assert loaded(table) == ["b"]
+
+
+@in_virtual_time
+async def test_max_models() -> None:
+    async with served(100, {}, max_models=2) as (table, _):
+        for model in (A, B, C):
+            await ask(table, model)
+        assert loaded(table) == ["b", "c"]
+        for model in (B, C):
+            await ask(table, model, keep_alive_s=math.inf)
+        with pytest.raises(ModelError, match="--max-models is 2, and b and c are kept for ever"):
+            await ask(table, D)
+
+
+@in_virtual_time
+async def test_a_limit_holds_while_models_load() -> None:
+    sizes = {"a": 300, "b": 300, "c": 300}
+    async with served(10_000, sizes, limit=1060) as (table, engines):
+        await asyncio.gather(*(ask(table, model, 3) for model in (A, B, C)))
+        assert engines.machine.most <= 1060
+        assert loaded(table) == ["a", "b", "c"], "with a ninth for conversations they fit"
+
+
+@in_virtual_time
+async def test_keep_alive_ends_a_model_in_time_and_polling_does_not_prolong_it() -> None:
+    async with served(10, {}) as (table, _):
+        await ask(table, A, keep_alive_s=30)
+        await ask(table, B, keep_alive_s=0)
+        for _ in range(20):
             await asyncio.sleep(1)
-            asyncio.get_running_loop().call_later(1, engines.processes[0].may_close.set)
-            await table.close()  # fails if it waits for ever
-            with pytest.raises(EdgeLMError, match="shutting down"):
-                await waiting
-
-    run(test())
+            assert [slot.model.name for slot in table.all_slots()] == ["a"]
+            assert [slot.progress for slot in table.slots.values()] == [1.0]
+        await asyncio.sleep(10)
+        assert not table.all_slots()
 
 
-def test_a_broken_model_that_loads_is_no_error_of_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_release_lets_a_busy_model_finish() -> None:
+    async with served(10, {}) as (table, engines):
+        busy = asyncio.create_task(ask(table, A, 20))
+        await asyncio.sleep(5)
+        assert table.release(A)
+        assert not table.release(B)
+        await asyncio.sleep(10)
+        assert loaded(table) == ["a"]
+        await busy
+        await asyncio.sleep(0.1)
+        assert not table.slots
+        assert engines.processes[0].closed
+
+
+@in_virtual_time
+async def test_the_end_of_a_waiting_model_leaves_the_ending_of_its_victim_alone() -> None:
+    async with served(10, {"a": 6, "b": 6}) as (table, engines):
+        await ask(table, A)
+        engines.processes[0].may_close.clear()
+        waiting = asyncio.create_task(ask(table, B))
+        await asyncio.sleep(1)
+        await table.unload(table.slots[B.path])
+        with pytest.raises(EdgeLMError, match="b is being unloaded"):
+            await waiting
+        engines.processes[0].may_close.set()
+        await asyncio.sleep(1)
+        assert table.all_slots() == []
+        await ask(table, B)
+
+
+@in_virtual_time
+async def test_the_server_ends_while_a_model_makes_room() -> None:
+    async with served(10, {"a": 6, "b": 6}) as (table, engines):
+        await ask(table, A)
+        engines.processes[0].may_close.clear()
+        waiting = asyncio.create_task(ask(table, B))
+        await asyncio.sleep(1)
+        asyncio.get_running_loop().call_later(1, engines.processes[0].may_close.set)
+        await table.close()  # fails if it waits for ever
+        with pytest.raises(EdgeLMError, match="shutting down"):
+            await waiting
+
+
+@in_virtual_time
+async def test_a_broken_model_that_loads_is_no_error_of_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     predict = Machine.predict
 
     async def without_a(self: Machine, model: LocalModel, usable: int | None, freed: int = 0) -> Footprint:
@@ -407,47 +379,40 @@ def test_a_broken_model_that_loads_is_no_error_of_another_one(monkeypatch: pytes
 
     monkeypatch.setattr(Machine, "predict", without_a)
 
-    async def test() -> None:
-        async with served(10, {"a": 4, "b": 4}) as (table, _):
-            first = asyncio.create_task(ask(table, A))
-            await asyncio.sleep(LOAD_S / 4)
-            await ask(table, B)
+    async with served(10, {"a": 4, "b": 4}) as (table, _):
+        first = asyncio.create_task(ask(table, A))
+        await asyncio.sleep(LOAD_S / 4)
+        await ask(table, B)
+        await first
+        assert loaded(table) == ["a", "b"]
+
+
+@in_virtual_time
+async def test_a_model_that_fails_while_it_is_predicted_keeps_no_memory() -> None:
+    async with served(10, {"a": 6, "b": 6}) as (table, engines):
+        first = asyncio.create_task(ask(table, A))
+        process = await engines.number(1)
+        second = asyncio.create_task(ask(table, B))
+        await asyncio.sleep(0.25)  # the prediction of `a` takes half a second
+        process.fail(ModelError("a is no GGUF"))
+        with pytest.raises(ModelError, match="no GGUF"):
             await first
-            assert loaded(table) == ["a", "b"]
-
-    run(test())
-
-
-def test_a_model_that_fails_while_it_is_predicted_keeps_no_memory() -> None:
-    async def test() -> None:
-        async with served(10, {"a": 6, "b": 6}) as (table, engines):
-            first = asyncio.create_task(ask(table, A))
-            process = await engines.number(1)
-            second = asyncio.create_task(ask(table, B))
-            await asyncio.sleep(0.25)  # the prediction of `a` takes half a second
-            process.fail(ModelError("a is no GGUF"))
-            with pytest.raises(ModelError, match="no GGUF"):
-                await first
-            await second
-            assert [slot.model.name for slot in table.engines()] == ["b"]
-
-    run(test())
+        await second
+        assert [slot.model.name for slot in table.engines()] == ["b"]
 
 
-def test_nobody_is_unloaded_for_a_client_that_has_left() -> None:
-    async def test() -> None:
-        async with served(10, {"a": 6, "b": 6}) as (table, _):
-            busy = asyncio.create_task(ask(table, A, 200))
-            await asyncio.sleep(5)
-            left = asyncio.create_task(ask(table, B))
-            await asyncio.sleep(2)
-            left.cancel()
-            await busy
-            await asyncio.sleep(1)
-            assert loaded(table) == []  # it was asked to end when the other waited too long
-            assert [slot.model.name for slot in table.all_slots()] == []
-
-    run(test())
+@in_virtual_time
+async def test_nobody_is_unloaded_for_a_client_that_has_left() -> None:
+    async with served(10, {"a": 6, "b": 6}) as (table, _):
+        busy = asyncio.create_task(ask(table, A, 200))
+        await asyncio.sleep(5)
+        left = asyncio.create_task(ask(table, B))
+        await asyncio.sleep(2)
+        left.cancel()
+        await busy
+        await asyncio.sleep(1)
+        assert loaded(table) == []  # it was asked to end when the other waited too long
+        assert [slot.model.name for slot in table.all_slots()] == []
 
 
 async def time_until_loaded(table: EngineTable, model: LocalModel, seconds: float = 1.0) -> float:
@@ -463,215 +428,185 @@ async def time_until_loaded(table: EngineTable, model: LocalModel, seconds: floa
 @pytest.mark.parametrize(
     "bound", [pytest.param({"total": 10}, id="memory"), pytest.param({"total": 100, "limit": 12}, id="limit")]
 )
-def test_a_model_that_fits_does_not_wait_behind_one_that_does_not(bound: dict[str, int]) -> None:
-    async def test() -> None:
-        async with served(sizes={"a": 6, "b": 6, "c": 2}, **bound) as (table, _):
-            busy = asyncio.create_task(ask(table, A, 100))
-            await asyncio.sleep(5)
-            waiting = asyncio.create_task(ask(table, B))
-            await asyncio.sleep(1)
-            assert await time_until_loaded(table, C) < LOAD_S + 3
-            assert not busy.done()
-            assert table.slots[B.path].state == "waiting"
-            await waiting
-
-    run(test())
+@in_virtual_time
+async def test_a_model_that_fits_does_not_wait_behind_one_that_does_not(bound: dict[str, int]) -> None:
+    async with served(sizes={"a": 6, "b": 6, "c": 2}, **bound) as (table, _):
+        busy = asyncio.create_task(ask(table, A, 100))
+        await asyncio.sleep(5)
+        waiting = asyncio.create_task(ask(table, B))
+        await asyncio.sleep(1)
+        assert await time_until_loaded(table, C) < LOAD_S + 3
+        assert not busy.done()
+        assert table.slots[B.path].state == "waiting"
+        await waiting
 
 
-def test_models_that_go_ahead_leave_the_memory_that_the_first_one_waits_for() -> None:
+@in_virtual_time
+async def test_models_that_go_ahead_leave_the_memory_that_the_first_one_waits_for() -> None:
     """`b` needs all that `a` frees but 2 bytes: one small model may take these, and others not what is free too."""
-
-    async def test() -> None:
-        async with served(10, {"a": 6, "b": 8, "c": 2, "d": 2}) as (table, _):
-            busy = asyncio.create_task(ask(table, A, 40))
-            await asyncio.sleep(5)
-            first = asyncio.create_task(time_until_loaded(table, B))
-            await asyncio.sleep(1)
-            others = [asyncio.create_task(ask(table, model, 1000)) for model in (C, D)]
-            await asyncio.sleep(20)
-            assert loaded(table) == ["c"], "and `a` gets no more requests"
-            assert table.slots[D.path].blocker == "b came first"
-            await busy
-            assert await first < 40 + 2 * LOAD_S
-            for other in others:
-                other.cancel()
-
-    run(test())
+    async with served(10, {"a": 6, "b": 8, "c": 2, "d": 2}) as (table, _):
+        busy = asyncio.create_task(ask(table, A, 40))
+        await asyncio.sleep(5)
+        first = asyncio.create_task(time_until_loaded(table, B))
+        await asyncio.sleep(1)
+        others = [asyncio.create_task(ask(table, model, 1000)) for model in (C, D)]
+        await asyncio.sleep(20)
+        assert loaded(table) == ["c"], "and `a` gets no more requests"
+        assert table.slots[D.path].blocker == "b came first"
+        await busy
+        assert await first < 40 + 2 * LOAD_S
+        for other in others:
+            other.cancel()
 
 
-def test_a_stream_of_small_models_starves_no_big_one() -> None:
-    async def test() -> None:
-        small = [model_called(f"s{number}") for number in range(12)]
-        async with served(20, {"a": 9, "b": 15, **{model.name: 3 for model in small}}) as (table, _):
-            busy = asyncio.create_task(ask(table, A, 30))
-            await asyncio.sleep(5)
-            first = asyncio.create_task(time_until_loaded(table, B))
-            others = []
-            for model in small:
-                await asyncio.sleep(3)
-                others.append(asyncio.create_task(ask(table, model, 500)))
-            await busy
-            assert await first < 30 + 3 * LOAD_S
-            for other in others:
-                other.cancel()
-
-    run(test())
+@in_virtual_time
+async def test_a_stream_of_small_models_starves_no_big_one() -> None:
+    small = [model_called(f"s{number}") for number in range(12)]
+    async with served(20, {"a": 9, "b": 15, **{model.name: 3 for model in small}}) as (table, _):
+        busy = asyncio.create_task(ask(table, A, 30))
+        await asyncio.sleep(5)
+        first = asyncio.create_task(time_until_loaded(table, B))
+        others = []
+        for model in small:
+            await asyncio.sleep(3)
+            others.append(asyncio.create_task(ask(table, model, 500)))
+        await busy
+        assert await first < 30 + 3 * LOAD_S
+        for other in others:
+            other.cancel()
 
 
-def test_no_model_goes_ahead_of_one_that_waits_only_for_the_end_of_a_load() -> None:
+@in_virtual_time
+async def test_no_model_goes_ahead_of_one_that_waits_only_for_the_end_of_a_load() -> None:
     """Each one that loads would prolong the wait, and others could follow it for ever."""
-
-    async def test() -> None:
-        async with served(18, {"a": 4, "b": 12, "c": 1}) as (table, engines):
-            asked = []
-            for model in (A, B, C):
-                asked.append(asyncio.create_task(ask(table, model)))
-                await asyncio.sleep(0.1)
-            await asyncio.gather(*asked)
-            assert engines.models == ["a", "b", "c"]
-
-    run(test())
+    async with served(18, {"a": 4, "b": 12, "c": 1}) as (table, engines):
+        asked = []
+        for model in (A, B, C):
+            asked.append(asyncio.create_task(ask(table, model)))
+            await asyncio.sleep(0.1)
+        await asyncio.gather(*asked)
+        assert engines.models == ["a", "b", "c"]
 
 
-def test_a_model_that_goes_ahead_leaves_a_place_under_max_models() -> None:
-    async def test() -> None:
-        async with served(20, {"a": 6, "b": 6, "c": 12, "d": 1, "e": 1}, max_models=3) as (table, _):
-            busy = [asyncio.create_task(ask(table, model, 30)) for model in (A, B)]
-            await asyncio.sleep(5)
-            first = asyncio.create_task(time_until_loaded(table, C, 100))
-            await asyncio.sleep(1)
-            ahead = asyncio.create_task(time_until_loaded(table, D, 100))
-            await asyncio.sleep(1)
-            later = asyncio.create_task(time_until_loaded(table, model_called("e")))
-            await asyncio.sleep(10)
-            assert [slot.model.name for slot in table.engines()] == ["b", "d", "a"]
-            assert await first < 30 + 2 * LOAD_S
-            assert await ahead < LOAD_S + 3
-            assert await later < 60
-            await asyncio.gather(*busy)
-
-    run(test())
+@in_virtual_time
+async def test_a_model_that_goes_ahead_leaves_a_place_under_max_models() -> None:
+    async with served(20, {"a": 6, "b": 6, "c": 12, "d": 1, "e": 1}, max_models=3) as (table, _):
+        busy = [asyncio.create_task(ask(table, model, 30)) for model in (A, B)]
+        await asyncio.sleep(5)
+        first = asyncio.create_task(time_until_loaded(table, C, 100))
+        await asyncio.sleep(1)
+        ahead = asyncio.create_task(time_until_loaded(table, D, 100))
+        await asyncio.sleep(1)
+        later = asyncio.create_task(time_until_loaded(table, model_called("e")))
+        await asyncio.sleep(10)
+        assert [slot.model.name for slot in table.engines()] == ["b", "d", "a"]
+        assert await first < 30 + 2 * LOAD_S
+        assert await ahead < LOAD_S + 3
+        assert await later < 60
+        await asyncio.gather(*busy)
 
 
-def test_a_model_that_can_never_fit_is_refused_while_another_one_waits() -> None:
-    async def test() -> None:
-        async with served(10, {"a": 6, "b": 6, "c": 11}) as (table, _):
-            busy = asyncio.create_task(ask(table, A, 100))
-            await asyncio.sleep(5)
-            waiting = asyncio.create_task(ask(table, B))
-            await asyncio.sleep(1)
-            with pytest.raises(ModelError, match="c needs 11"):
-                await ask(table, C)
-            assert not busy.done()
-            await waiting
-
-    run(test())
+@in_virtual_time
+async def test_a_model_that_can_never_fit_is_refused_while_another_one_waits() -> None:
+    async with served(10, {"a": 6, "b": 6, "c": 11}) as (table, _):
+        busy = asyncio.create_task(ask(table, A, 100))
+        await asyncio.sleep(5)
+        waiting = asyncio.create_task(ask(table, B))
+        await asyncio.sleep(1)
+        with pytest.raises(ModelError, match="c needs 11"):
+            await ask(table, C)
+        assert not busy.done()
+        await waiting
 
 
-def test_an_engine_that_crashes_as_it_ends_leaves_its_place_to_the_next_one_at_once() -> None:
+@in_virtual_time
+async def test_an_engine_that_crashes_as_it_ends_leaves_its_place_to_the_next_one_at_once() -> None:
     """Requests that it had not taken yet are told to try again: they would wait until the next one has ended."""
-
-    async def test() -> None:
-        async with served(10, {"a": 6, "b": 6}) as (table, engines):
-            async with table.lease(A) as slot:
+    async with served(10, {"a": 6, "b": 6}) as (table, engines):
+        async with table.lease(A) as slot:
+            await slot.ready(600)
+            asked = [asyncio.create_task(ask(table, B, 30))]
+            await asyncio.sleep(DRAIN_S + 3)
+            assert slot.is_leaving
+            asked.append(asyncio.create_task(ask(table, A, 500)))
+            await asyncio.sleep(2)
+            engines.living["a"].die()
+            began = slot.now()
+            with pytest.raises(StillLoadingError, match="a has ended to make room; try again"):
                 await slot.ready(600)
-                asked = [asyncio.create_task(ask(table, B, 30))]
-                await asyncio.sleep(DRAIN_S + 3)
-                assert slot.is_leaving
-                asked.append(asyncio.create_task(ask(table, A, 500)))
-                await asyncio.sleep(2)
-                engines.living["a"].die()
-                began = slot.now()
-                with pytest.raises(StillLoadingError, match="a has ended to make room; try again"):
-                    await slot.ready(600)
-                assert slot.now() - began < 10
-            await asyncio.gather(*asked)
-            assert engines.models == ["a", "b", "a"]
-
-    run(test())
+            assert slot.now() - began < 10
+        await asyncio.gather(*asked)
+        assert engines.models == ["a", "b", "a"]
 
 
 # -- llama.cpp's layers on a GPU ---------------------------------------------------------------------------------------
 
 
-def test_a_model_on_the_gpu_makes_room_for_another_one_there() -> None:
+@in_virtual_time
+async def test_a_model_on_the_gpu_makes_room_for_another_one_there() -> None:
     """Main memory is ample: only the GPU is short."""
-
-    async def test() -> None:
-        async with with_card({"a": 1, "b": 1, "c": 1}, {"a": 6, "b": 6, "c": 3}, 10) as (table, engines):
-            for model in (A, C, B):
-                await ask(table, model)
-            assert loaded(table) == ["b", "c"]
-            planned = engines.promised["b"]
-            assert planned is not None
-            assert planned.offloaded_bytes == 6, "and not the 1 that was free"
-
-    run(test())
+    async with with_card({"a": 1, "b": 1, "c": 1}, {"a": 6, "b": 6, "c": 3}, 10) as (table, engines):
+        for model in (A, C, B):
+            await ask(table, model)
+        assert loaded(table) == ["b", "c"]
+        planned = engines.promised["b"]
+        assert planned is not None
+        assert planned.offloaded_bytes == 6, "and not the 1 that was free"
 
 
-def test_a_model_that_waits_for_the_gpu_waits_for_those_that_have_it() -> None:
-    async def test() -> None:
-        async with with_card({"a": 1, "b": 1, "c": 50}, {"a": 6, "b": 6}, 10) as (table, _):
-            busy = asyncio.create_task(ask(table, A, 20))
-            idle = asyncio.create_task(ask(table, C))
-            await asyncio.sleep(2 * LOAD_S + 2)
-            async with table.lease(B) as slot:
-                with pytest.raises(StillLoadingError, match="a is in use"):
-                    await slot.ready(3)
-                await slot.ready(600)
-            assert loaded(table) == ["b", "c"], "the end of c would have freed nothing of the GPU"
-            await asyncio.gather(busy, idle)
-
-    run(test())
+@in_virtual_time
+async def test_a_model_that_waits_for_the_gpu_waits_for_those_that_have_it() -> None:
+    async with with_card({"a": 1, "b": 1, "c": 50}, {"a": 6, "b": 6}, 10) as (table, _):
+        busy = asyncio.create_task(ask(table, A, 20))
+        idle = asyncio.create_task(ask(table, C))
+        await asyncio.sleep(2 * LOAD_S + 2)
+        async with table.lease(B) as slot:
+            with pytest.raises(StillLoadingError, match="a is in use"):
+                await slot.ready(3)
+            await slot.ready(600)
+        assert loaded(table) == ["b", "c"], "the end of c would have freed nothing of the GPU"
+        await asyncio.gather(busy, idle)
 
 
-def test_a_pinned_model_leaves_a_part_of_the_gpu_to_another_one() -> None:
-    async def test() -> None:
-        async with with_card({"a": 1, "b": 1}, {"a": 6, "b": 6}, 10) as (table, engines):
-            await ask(table, A, keep_alive_s=math.inf)
-            await ask(table, B)
-            planned = engines.promised["b"]
-            assert planned is not None
-            assert (planned.offloaded_bytes, planned.total_bytes) == (4, 3)
-            assert loaded(table) == ["a", "b"]
-
-    run(test())
+@in_virtual_time
+async def test_a_pinned_model_leaves_a_part_of_the_gpu_to_another_one() -> None:
+    async with with_card({"a": 1, "b": 1}, {"a": 6, "b": 6}, 10) as (table, engines):
+        await ask(table, A, keep_alive_s=math.inf)
+        await ask(table, B)
+        planned = engines.promised["b"]
+        assert planned is not None
+        assert (planned.offloaded_bytes, planned.total_bytes) == (4, 3)
+        assert loaded(table) == ["a", "b"]
 
 
-def test_two_loads_at_once_are_not_promised_the_same_bytes_of_the_gpu() -> None:
-    async def test() -> None:
-        async with with_card({"a": 1, "b": 1, "c": 1}, {"a": 6, "b": 6, "c": 4}, 10) as (table, engines):
-            await ask(table, C, keep_alive_s=1)
-            await asyncio.gather(ask(table, A, 5), ask(table, B, 5))
-            assert engines.host.gpu_free >= 0
-            assert loaded(table) == ["b"]
-
-    run(test())
+@in_virtual_time
+async def test_two_loads_at_once_are_not_promised_the_same_bytes_of_the_gpu() -> None:
+    async with with_card({"a": 1, "b": 1, "c": 1}, {"a": 6, "b": 6, "c": 4}, 10) as (table, engines):
+        await ask(table, C, keep_alive_s=1)
+        await asyncio.gather(ask(table, A, 5), ask(table, B, 5))
+        assert engines.host.gpu_free >= 0
+        assert loaded(table) == ["b"]
 
 
-def test_main_memory_is_made_free_by_models_that_have_it() -> None:
+@in_virtual_time
+async def test_main_memory_is_made_free_by_models_that_have_it() -> None:
     """The one on the GPU was used least recently, and its end would free 1 of main memory."""
-
-    async def test() -> None:
-        async with with_card({"a": 1, "b": 60, "c": 60}, {"a": 6}, 10) as (table, _):
-            for model in (A, B, C):
-                await ask(table, model)
-            assert loaded(table) == ["a", "c"]
-
-    run(test())
+    async with with_card({"a": 1, "b": 60, "c": 60}, {"a": 6}, 10) as (table, _):
+        for model in (A, B, C):
+            await ask(table, model)
+        assert loaded(table) == ["a", "c"]
 
 
-def test_a_gpu_that_nothing_measures_bounds_nothing() -> None:
-    async def test() -> None:
-        async with with_card({"a": 1, "b": 1}, {"a": 6, "b": 6}, None) as (table, _):
-            for model in (A, B):
-                await ask(table, model)
-            assert loaded(table) == ["a", "b"]
-
-    run(test())
+@in_virtual_time
+async def test_a_gpu_that_nothing_measures_bounds_nothing() -> None:
+    async with with_card({"a": 1, "b": 1}, {"a": 6, "b": 6}, None) as (table, _):
+        for model in (A, B):
+            await ask(table, model)
+        assert loaded(table) == ["a", "b"]
 
 
-def test_our_kernels_get_a_gpu_of_their_own_size() -> None:
+@in_virtual_time
+async def test_our_kernels_get_a_gpu_of_their_own_size() -> None:
     """Two GPUs of 10: two models of 6 lie on one each, and a third one takes the place of the first."""
 
     class Host(FakeHost):
@@ -702,13 +637,10 @@ def test_our_kernels_get_a_gpu_of_their_own_size() -> None:
 
     host = Host()
 
-    async def test() -> None:
-        async with EngineTable(Ours(), host) as table:
-            for model in (A, B, C):
-                await ask(table, model)
-            assert loaded(table) == ["b", "c"]
-
-    run(test())
+    async with EngineTable(Ours(), host) as table:
+        for model in (A, B, C):
+            await ask(table, model)
+        assert loaded(table) == ["b", "c"]
 
 
 class Table(RuleBasedStateMachine):

@@ -1,4 +1,4 @@
-"""API keys: key files are private, and each key is found in the headers that clients send."""
+"""API keys: key files are private, headers of clients have them, and easily guessed ones are warned of."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from starlette.datastructures import Headers
 
+from edgelm.base.config import Settings
 from edgelm.base.errors import UsageError
 from edgelm.server.keys import Key, Keys, read_key_file
+from edgelm.server.serving import ServeOptions, _keys
 
 
 def key_file(folder: Path, text: str, mode: int = 0o600) -> Path:
@@ -95,3 +97,11 @@ def test_a_log_names_a_key_and_not_the_key() -> None:
 
 def test_the_users_own_commands_share_what_requests_without_a_key_share() -> None:
     assert Key("this user", "one-secret", of_user=True).cache_namespace == ""
+
+
+@pytest.mark.parametrize(("secret", "warned"), [("2short4", True), ("é" * 20, True), ("long enough", False)])
+def test_a_key_that_is_easily_guessed_is_warned_of(secret: str, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    (key,) = _keys(Settings(api_key=secret), ServeOptions([]))
+    assert key.secret == secret
+    assert ("--api-key" in caplog.text) is warned
+    assert secret not in caplog.text

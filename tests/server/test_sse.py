@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from edgelm.server.sse import ClientLeftError, EventStream, unless_client_leaves
+from edgelm.server.sse import ClientLeftError, EventStream, json_pieces, unless_client_leaves
 
 LIMIT_S = 30
 SCOPE = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "headers": []}
@@ -139,3 +141,26 @@ async def test_work_for_a_client() -> None:
         with pytest.raises(ClientLeftError):
             await asking
         assert cancelled.is_set()
+
+
+VECTOR = [0.25, -1e-9, 3.0]
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {
+            "data": [{"index": index, "embedding": VECTOR} for index in range(3)],
+            "model": 'a "b" \u00e9',
+            "usage": {"n": 1},
+        },
+        {"embeddings": [VECTOR, VECTOR], "total": 1},
+        [{"index": 0, "score": 0.5, "text": "x"}, {"index": 1, "score": 0.25}],
+        {"embedding": []},
+        {},
+    ],
+)
+def test_pieces_are_the_document_and_none_has_two_vectors(document: Any) -> None:
+    pieces = list(json_pieces(document))
+    assert json.loads(b"".join(pieces)) == document
+    assert max(piece.count(b"-1e-09") for piece in pieces) <= 1

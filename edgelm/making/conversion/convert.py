@@ -1,16 +1,20 @@
 """A folder of safetensors as a GGUF: what is refused, what the file consists of, and the order of the work.
 
+Owns also the cache of those that are made of a BERT's folder where a job names it.
+
 The parts are in layout.py and encoder.py (tensors), keys.py and vocabulary.py (metadata), gguf_file.py (the file), and
 check.py (what is compared before the file gets its name).
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +30,7 @@ from edgelm.checkpoints.quantization import file_exists, quantization_label, qua
 from edgelm.checkpoints.safetensors import Safetensors, open_safetensors
 from edgelm.library.details import folder_licence
 from edgelm.making.conversion.encoder import plan_encoder
-from edgelm.making.conversion.gguf_file import GGUFFile, open_unfinished
+from edgelm.making.conversion.gguf_file import GGUFFile, disk_errors, open_unfinished
 from edgelm.making.conversion.keys import Description, notes, write_encoder_keys, write_model_keys
 from edgelm.making.conversion.layout import Layout, plan_layout, target_family
 from edgelm.making.conversion.number_types import Kind, Target
@@ -40,6 +44,8 @@ FORMAT = 2  # of the files that this version writes: an unfinished one of anothe
 PHI = re.compile(r"phi-?3", re.IGNORECASE)
 HEADS = "mtp."  # tensors of multi-token prediction
 PHI_TOKENS = frozenset({"<unk>", "<s>", "</s>", "<|endoftext|>"})
+KEPT = 4  # GGUFs of BERTs in the cache, the last used ones
+GGUF = ".gguf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,3 +207,27 @@ def content_key(source: Source, to: Target, change_key: str = "") -> str:
     except OSError as error:
         raise ModelError(f"{source.folder.name} cannot be read: {error.strerror}") from None
     return digest.hexdigest()
+
+
+def kept_gguf(folder: Path, cache: Path) -> Path:
+    """Return the GGUF of a BERT's folder, kept in the cache for the next process. Raises EdgeLMError."""
+    with ExitStack() as resources:
+        key = content_key(open_source(folder, "source", resources), "source")
+    file = cache / "converted" / f"{key[:32]}{GGUF}"
+    with disk_errors(file):
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (file.parent / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process that wants the same file waits for it
+            if not file.exists():
+                convert_folder(folder, file)
+                _remove_oldest(file.parent)
+            os.utime(file)
+    return file
+
+
+def _remove_oldest(folder: Path) -> None:
+    """Remove the files that were not used for the longest time."""
+    with suppress(OSError):
+        files = sorted(folder.glob(f"*{GGUF}"), key=lambda file: file.stat().st_mtime, reverse=True)
+        for file in files[KEPT:]:
+            file.unlink()

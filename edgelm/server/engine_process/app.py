@@ -5,6 +5,7 @@ Owns the path of a request to the engine and back. The front has checked access 
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import os
 import resource
@@ -25,18 +26,23 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from edgelm.backends.model import LoadedModel
+from edgelm.base.errors import RequestError
 from edgelm.engine.usage import Usage
 from edgelm.jobs.answer import Answerer, Prepared, merged
+from edgelm.jobs.embed import Embeddings
+from edgelm.jobs.embed_request import Embedded, EmbedRequest, Ranked
 from edgelm.jobs.request import AnswerDelta, AnswerRequest, ContextError
 from edgelm.server.answers import answer_response
 from edgelm.server.api.dialect import AnswerContext, ApiRequest
 from edgelm.server.api.dialects import (
     COUNTS,
     DIALECTS,
+    POOLED,
     TEXTS,
     count_reply,
     dialect_of,
     parse_answers,
+    parse_pooled,
     parse_request,
     reply_to,
 )
@@ -47,10 +53,9 @@ from edgelm.server.api.llama_texts import TextRequest
 from edgelm.server.bodies import Bodies
 from edgelm.server.engine_process.events import event_routes
 from edgelm.server.engine_process.open_answers import OpenAnswers, counted
-from edgelm.server.engine_process.pooled import pooled_routes
 from edgelm.server.keys import CLIENT, NAMESPACE, USAGE
 from edgelm.server.request_id import REQUEST_ID, set_request_id
-from edgelm.server.sse import unless_client_leaves
+from edgelm.server.sse import json_pieces, unless_client_leaves
 from edgelm.text.encoding import TextEncoder
 from edgelm.text.template import TooLongError
 
@@ -119,7 +124,7 @@ def engine_app(parts: EngineParts, key: str) -> Starlette:
             *(Route(path, answer, methods=["POST"]) for path in DIALECTS),
             *(Route(path, count_tokens, methods=["POST"]) for path in COUNTS),
             *_text_routes(parts, read),
-            *pooled_routes(parts.loaded, bodies, usage_of),
+            *_pooled_routes(parts.loaded, bodies, usage_of),
             *event_routes(parts.loaded),
             Route("/stats", stats),
             Route("/usage/{name}", usage),
@@ -146,6 +151,39 @@ def _text_routes(parts: EngineParts, read: Callable[[Request], Awaitable[Any]]) 
         return JSONResponse(parts.open_answers.entries(request.headers.get(NAMESPACE, "")))
 
     return [*(Route(path, text_answer, methods=["POST"]) for path in TEXTS), Route("/slots", slots)]
+
+
+def _pooled_routes(loaded: LoadedModel, bodies: Bodies, usage_of: Callable[[Request], Usage]) -> list[Route]:
+    """Return the routes for vectors and rankings. A request whose client leaves is cancelled."""
+    embeddings = Embeddings(loaded)
+
+    async def answer(request: Request) -> Response:
+        usage, path = usage_of(request), request.url.path
+        async with bodies.read(request) as body:
+            parsed = await bodies.parse(body, lambda body: parse_pooled(path, read_json(body)))
+        asked, client = parsed.pooled_request(), request.headers.get(CLIENT, "")
+        loaded.require("embedding" if isinstance(asked, EmbedRequest) else "rerank", parsed.model)
+        result: Embedded | Ranked
+        try:
+            if isinstance(asked, EmbedRequest):
+                result = await unless_client_leaves(request, embeddings.embed(asked, client))
+            else:
+                result = await unless_client_leaves(request, embeddings.rank(asked, client))
+        except ContextError as error:
+            field = dialect_of(path).prompt_field
+            raise ApiError(400, "context_length_exceeded", str(error), param=field) from error
+        except RequestError as error:
+            raise ApiError(400, "invalid_value", str(error)) from error
+
+        usage.add_inputs(sum(result.num_tokens))
+
+        def content() -> bytes:
+            return b"".join(json_pieces(parsed.response(result, parsed.model)))
+
+        # In a thread: millions of numbers take seconds.
+        return Response(await asyncio.to_thread(content), media_type="application/json")
+
+    return [Route(path, answer, methods=["POST"]) for path in POOLED]
 
 
 async def _answer(

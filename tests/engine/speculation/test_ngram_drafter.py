@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgelm.chats.knowledge.guide import FOLDER
 from edgelm.engine.core import SamplingParams, Sequence
 from edgelm.engine.speculation.acceptance import MAX_DRAFT, Acceptance, Guess
 from edgelm.engine.speculation.ngram_drafter import NgramDrafter, floors
 from edgelm.engine.speculation.past_answers import PastAnswers
 from tests.bench.drafter import Replay, Request, read_requests, replay
 from tests.counts import Count
-from tests.engine.speculation.own_requests import own_requests
 from tests.real_data import SHARED
 
 EXAMPLES = Count(test=60, soak=3_000)
 CHEAP = [0.02] * 16
+PAGES = ("chat", "models", "memory", "run", "measuring")  # of our own guide
+CITIES = ("Bern", "Oslo", "Lima", "Kyoto", "Quito", "Turin")
+RECORDS = 12
 
 
 def sequence(
@@ -300,6 +305,47 @@ LEAST_SPEEDUPS = {  # at a cost of 0.12; of recorded answers: the best drafter b
     "longedit": (2, 1.15),
     "agentic": (12, 1.3),
 }
+
+
+class Words:
+    """Numbers for the words of a text, in the order in which they come."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def __call__(self, text: str) -> list[int]:
+        return [self._numbers.setdefault(word, len(self._numbers)) for word in re.findall(r"\w+|\s+|[^\w\s]", text)]
+
+
+def own_requests(kind: str) -> list[Request]:
+    """Return the requests of a kind: "edits", "records" or "prose"."""
+    words = Words()
+    return [Request(kind, [*words(prompt), *words(answer)], len(words(prompt))) for prompt, answer in TEXTS[kind]()]
+
+
+def edits() -> Iterator[tuple[str, str]]:
+    for page in pages():
+        yield f"Write llama in place of edgelm.\n{page}", page.replace("edgelm", "llama")
+
+
+def records() -> Iterator[tuple[str, str]]:
+    rng = random.Random(5)
+    for city in CITIES:
+        rows = [f'{{"id": {i}, "city": "{city}", "degrees": {rng.randrange(40)}}}' for i in range(RECORDS)]
+        yield f"List the weather in {city} as JSON.", ",\n".join(rows)
+
+
+def prose() -> Iterator[tuple[str, str]]:
+    for page in pages():
+        title, _, text = page.partition("\n")
+        yield title, text
+
+
+def pages() -> list[str]:
+    return [(FOLDER / f"{page}.md").read_text(encoding="utf-8") for page in PAGES]
+
+
+TEXTS = {"edits": edits, "records": records, "prose": prose}
 
 
 def requests_of(name: str) -> list[Request]:

@@ -24,8 +24,7 @@ from edgelm.checkpoints.folder import folder_summary
 from edgelm.checkpoints.safetensors import open_safetensors
 from edgelm.jobs.embed import Embeddings
 from edgelm.jobs.embed_request import EmbedRequest
-from edgelm.making.conversion.convert import convert_folder
-from edgelm.making.conversion.kept import KEPT, with_gguf
+from edgelm.making.conversion.convert import KEPT, convert_folder, kept_gguf
 from edgelm.models.config import folder_problem
 from tests.bert_folders import WORDS, bert_folder, write_wordpiece
 from tests.counts import Count
@@ -89,8 +88,7 @@ async def test_vectors_are_those_of_transformers(tmp_path: Path, pooling: str, c
     with open_safetensors(folder) as opened:
         assert folder_summary(opened).kind == "embedding"
     assert not folder_problem(folder)
-    file = with_gguf(folder, tmp_path)
-    assert with_gguf(file, tmp_path) == file
+    file = kept_gguf(folder, tmp_path)
     loaded = build(EngineJob(model=file, settings=Settings(threads=1)))
     try:
         inputs = ["the cat sat on a mat", "한국어 कि", "rain in berlin, " * 40]
@@ -107,18 +105,18 @@ async def test_vectors_are_those_of_transformers(tmp_path: Path, pooling: str, c
 
 def test_a_gguf_is_kept_until_the_folder_changes(tmp_path: Path) -> None:
     folder = bert_folder(tmp_path / "bert")
-    first = with_gguf(folder, tmp_path)
+    first = kept_gguf(folder, tmp_path)
     made = first.stat().st_ino
-    assert with_gguf(folder, tmp_path) == first
+    assert kept_gguf(folder, tmp_path) == first
     assert first.stat().st_ino == made
     modes = json.loads((folder / "1_Pooling" / "config.json").read_text())
     modes |= {"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(modes))
-    assert with_gguf(folder, tmp_path) != first
+    assert kept_gguf(folder, tmp_path) != first
     for number in range(KEPT):
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "layer_norm_eps": 1e-12 * (number + 2)}))
-        newest = with_gguf(folder, tmp_path)
+        newest = kept_gguf(folder, tmp_path)
     left = set((tmp_path / "converted").glob("*.gguf"))
     assert len(left) == KEPT
     assert newest in left

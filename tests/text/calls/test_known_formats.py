@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
 import secrets
 
 import pytest
 
 from edgelm.text.calls.format import CallFormat, write_calls
+from edgelm.text.calls.generic import GENERIC
 from edgelm.text.calls.known import KNOWN, known_formats
-from edgelm.text.parse import AnswerParser
+from edgelm.text.parse import AnswerParser, CallBegin
 from tests.counts import Count
 from tests.text.calls.random_calls import (
     THINK,
@@ -130,3 +132,25 @@ def test_templates_are_known_by_their_marks() -> None:
 def test_a_finished_answer_gives_no_parts() -> None:
     parser = AnswerParser(None, None)
     assert collected(parser.push(None, "text") + parser.flush() + parser.flush()).content == "text"
+
+
+@pytest.mark.parametrize(
+    ("call_id", "is_kept"),
+    [
+        ("call_1.a:b-c", True),
+        ("x" * 64, True),
+        ("x" * 65, False),
+        ("", False),
+        ("a b", False),
+        ("a/b", False),
+        ("é", False),
+        ("x\n", False),
+        ("\ud83d", False),
+    ],
+)
+def test_an_id_that_clients_cannot_send_back_is_replaced(call_id: str, is_kept: bool) -> None:
+    written = json.dumps({"id": call_id, "name": "f", "arguments": {}})
+    parser = AnswerParser(GENERIC, None, "", new_id=lambda: "new")
+    parts = [*parser.push(None, f"<tool_call>{written}</tool_call>"), *parser.flush("stop")]
+    (begin,) = [part for part in parts if isinstance(part, CallBegin)]
+    assert begin.id == (call_id if is_kept else "new")

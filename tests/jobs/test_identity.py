@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from edgelm.checkpoints.gguf import open_gguf
-from edgelm.checkpoints.identity import content_identity
 from edgelm.checkpoints.safetensors import open_safetensors
+from edgelm.jobs.reader import content_identity
 from tests.checkpoints.safetensors_bytes import folder_files, write_folder
 from tests.tiny import write_tiny
 
