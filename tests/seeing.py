@@ -122,7 +122,8 @@ def _write_model(path: Path, kind: Kind, seed: int, template: str) -> None:
     if kind == "gemma3":
         writer.add_sliding_window(WINDOW)
     elif kind == "qwen3vl":
-        writer.add_rope_dimension_sections([8, 4, 4, 0])
+        # as [24, 20, 20] of Qwen3-VL's 64 pairs: they alternate, and pairs beyond 3 times a section would not turn
+        writer.add_rope_dimension_sections([6, 5, 5, 0])
         writer.add_uint32("qwen3vl.n_deepstack_layers", 1)
     else:
         writer.add_rope_dimension_count(HEAD)

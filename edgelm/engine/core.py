@@ -343,8 +343,9 @@ class ExecutorInfo:
     can_trim: bool = True  # the KV of a sequence can be cut after any position
     can_copy: bool = True  # another sequence can share a prefix
     # Slots for states of recurrent layers beside the KV of a block table, of running sequences and of prefixes; 0: the
-    # model has no such layers. Not in the repr.
+    # model has no such layers. `state_bytes` is the size of one. Neither is in the repr.
     num_states: int = field(default=0, repr=False)
+    state_bytes: int = field(default=0, repr=False)
     block_len: int = 0  # positions of a block, if a chunk's `kv` is a block table; 0: it is a slot
     keeps_all: bool = True  # the KV of a sequence loses no position while it grows; False: a prefix is reused whole
     # Equal requests with equal seeds get equal answers, to the last bit; `max_chunk` limits the tokens of a sequence in

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -117,24 +117,39 @@ class PagedKV:
         return 1 - self._num_free / len(self._refs)
 
     def regions(self) -> tuple[KVRegion, ...]:
-        """Return the blocks of each running sequence, those that several share once, and the idle ones by namespace."""
-        size = self._info.kv_bytes_per_token
+        """Return the blocks of each running sequence, those that several share once, and the idle ones by namespace.
+
+        States of recurrent layers count where they belong: one for each running sequence and each file, and those of
+        prefixes with the blocks before them.
+        """
+        size, state_size = self._info.kv_bytes_per_token, self._info.state_bytes
+        with_state = {self._reusable.get(digest) for digest in self._states.saved} if self._states else set()
         seen: set[int] = set()
         regions = []
         for seq, table in self._tables.items():
-            num_tokens = len(set(table.blocks) - seen) * self._block_len
-            seen.update(table.blocks)
-            regions.append(KVRegion("running", num_tokens, num_tokens * size, seq.cache_namespace, seq.id))
-        idle: Counter[tuple[str, bool]] = Counter()
+            blocks = set(table.blocks) - seen
+            seen |= blocks
+            num_tokens = len(blocks) * self._block_len
+            nbytes = num_tokens * size + (1 + len(blocks & with_state)) * state_size
+            regions.append(KVRegion("running", num_tokens, nbytes, seq.cache_namespace, seq.id))
+        idle: defaultdict[tuple[str, bool], list[int]] = defaultdict(list)
         for block in (*self._idle, *self._idle_last):
             digest = self._digests[block]
             assert digest is not None
-            idle[self._links[digest].cache_namespace, block in self._idle_last] += self._block_len
-        for (namespace, is_shared), num_tokens in idle.items():
+            idle[self._links[digest].cache_namespace, block in self._idle_last].append(block)
+        for (namespace, is_shared), group in idle.items():
             kind: Literal["shared", "idle"] = "shared" if is_shared else "idle"
-            regions.append(KVRegion(kind, num_tokens, num_tokens * size, namespace))
-        lengths = [(len(file.tokens), file.cache_namespace) for file in (self._store.files() if self._store else ())]
-        return (*regions, *(KVRegion("file", length, length * size, namespace) for length, namespace in lengths))
+            num_tokens = len(group) * self._block_len
+            nbytes = num_tokens * size + len(with_state.intersection(group)) * state_size
+            regions.append(KVRegion(kind, num_tokens, nbytes, namespace))
+        files = self._store.files() if self._store else ()
+        return (
+            *regions,
+            *(
+                KVRegion("file", len(file.tokens), len(file.tokens) * size + state_size, file.cache_namespace)
+                for file in files
+            ),
+        )
 
     def attach(self, seq: Sequence) -> bool:
         assert seq.kv is None

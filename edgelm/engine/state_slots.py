@@ -12,7 +12,7 @@ next step can begin with its copy: then it lacks at most 15 more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, KeysView
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -49,6 +49,11 @@ class StateSlots:
         self._saved: dict[bytes, int] = {}  # slot by the digest of the prefix, least recently used first
         self._running: dict[Sequence, _State] = {}
         self._paused: WeakKeyDictionary[Sequence, bytes] = WeakKeyDictionary()  # the digests they go on from
+
+    @property
+    def saved(self) -> KeysView[bytes]:
+        """The digests of the prefixes with a saved state."""
+        return self._saved.keys()
 
     def num_usable(self, digests: list[bytes]) -> int:
         """Return how many blocks of a cached prefix can be reused: those before the last saved state."""

@@ -305,6 +305,23 @@ def test_the_heads_beside_a_model_are_planned(edgelm: Edgelm, tmp_path: Path) ->
     assert "drafts.gguf does not hold the heads of this model" in errors
 
 
+def test_the_torch_engine_loads_the_heads_beside_a_model_without_their_vocabulary(
+    edgelm: Edgelm, tmp_path: Path
+) -> None:
+    engine = ("--engine", "torch", "--device", "cpu", "--ctx", "512")
+    model = write_odd(tmp_path / "m.gguf", "qwen35moe", heads=0.0, part="model")
+    alone = edgelm.document(model, *engine)
+    heads = write_odd(tmp_path / "mtp-m.gguf", "qwen35moe", heads=0.0, part="heads")
+    beside = edgelm.document(model, *engine)
+    assert (alone["heads"], beside["heads"]) == (False, True)
+    assert beside["chosen"]["kv_bytes"] > alone["chosen"]["kv_bytes"]
+    with open_gguf(heads) as gguf:
+        nbytes = sum(tensor.nbytes for name, tensor in gguf.tensors.items() if name.startswith("blk."))
+    assert beside["weights_bytes"] - alone["weights_bytes"] == pytest.approx(nbytes, rel=0.01)
+    assert "drafts come from mtp-m.gguf" in edgelm("plan", model, *engine)[1]
+    assert "the heads of mtp-m.gguf" not in edgelm("plan", model, *engine, "--draft", "ngram")[1]
+
+
 def test_a_projector_of_another_model_is_told_or_refused(model: Path, edgelm: Edgelm) -> None:
     other = write_projector(model.with_name("mmproj-tiny.gguf"), width=96)
     code, out, _ = edgelm("plan", model)

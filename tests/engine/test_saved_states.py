@@ -14,6 +14,8 @@ from edgelm.engine.kv_paged import BLOCK_LEN
 from tests.engine.loop import Loop
 from tests.engine.simulation import fresh_seed
 
+STATE_BYTES = 2**20
+
 
 class Eager(StepClock):
     """Grants prompts all of a step."""
@@ -27,7 +29,7 @@ class Recurrent(Loop):
 
     def __init__(self, num_sequences: int, num_saved: int = 4, max_tokens: int = 512) -> None:
         facts: dict[str, Any] = {"context": 1024, "capacity": 8192, "max_tokens": max_tokens, "max_draft": 3}
-        facts |= {"max_sequences": num_sequences, "num_states": num_sequences + num_saved}
+        facts |= {"max_sequences": num_sequences, "num_states": num_sequences + num_saved, "state_bytes": STATE_BYTES}
         super().__init__("paged", clock=Eager(), **facts)
         self.computed = Counter[int]()  # by sequence
 
@@ -36,6 +38,14 @@ class Recurrent(Loop):
         if self.last:
             self.computed.update({chunk.seq.id: len(chunk.tokens) for chunk in self.last.chunks})
         return events
+
+
+def states_of(loop: Loop) -> dict[str, int]:
+    """Return how many states the regions of the cache count, by their kind."""
+    found = Counter[str]()
+    for region in loop.scheduler.kv_regions():
+        found[region.kind] += region.nbytes - region.num_tokens * loop.executor.info.kv_bytes_per_token
+    return {kind: nbytes // STATE_BYTES for kind, nbytes in found.items()}
 
 
 def words(count: int) -> list[int]:
@@ -49,6 +59,18 @@ def test_of_equal_prompts_that_come_together_one_is_computed() -> None:
     loop.finish()
     assert [seq.cached for seq in together] == [0, 384, 384, 384]
     assert [loop.computed[seq.id] for seq in together] == [400 + 7, 16 + 7, 16 + 7, 16 + 7]
+
+
+def test_the_regions_of_the_cache_count_states() -> None:
+    """One of each running sequence, and those of prefixes with the blocks before them."""
+    loop = Recurrent(2)
+    for token in (1, 2):
+        loop.add([token] * 200, max_tokens=40)
+    for _ in range(3):
+        loop.step()
+    assert states_of(loop) == {"running": 4}, "with those of the prompts"
+    loop.finish()
+    assert states_of(loop) == {"idle": 4}, "of the prompts and of the answers"
 
 
 @pytest.mark.parametrize("num_editors", [1, 4])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -155,6 +155,7 @@ class TorchExecutor:
         num_blocks = options.capacity // BLOCK_LEN
         with gpu_errors():
             self._caches = decoder.new_caches(cache_format, num_blocks, self._info.num_states, torch.float16)
+            self._info = replace(self._info, state_bytes=slot_bytes(self._state_caches))
             max_rows = max(options.max_rows, SIZES[-1])  # a bucket has as many rows as tokens
             if head:
                 max_rows += HEADS_WINDOW * options.max_sequences

@@ -17,6 +17,7 @@ from edgelm.engine.core import Heads, Sequence
 from edgelm.engine.speculation.confidence import WEIGHT, Confidence, Draft
 
 FIRST_STEP_COST = 0.15  # of a plain step: the cost of the heads before they were timed
+FIRST_REST, LONGEST_REST = 16, 1024  # tokens without heads behind the second lack of memory in a row, doubled by each
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class MtpDrafter:
         self._drafts: dict[int, Draft] = {}  # by sequence
         self._timed: set[int] = set()  # sequences whose end of the prompt the heads have read
         self._step_s = 0.0
+        self._rest, self._next_rest = 0, 0  # tokens until the heads try again, now and after the next lack of memory
         self._lacked_memory = False  # in some step: this is logged once
 
     def begin(self, seq: Sequence) -> None:
@@ -40,7 +42,7 @@ class MtpDrafter:
 
     def propose(self, seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
         draft, heads = self._drafts.get(seq.id), self._heads
-        if draft is None or heads is None or forced:  # no hidden state is known behind forced tokens
+        if draft is None or heads is None or forced or self._rests():  # behind forced tokens no hidden state is known
             return []
         step_cost = self._step_cost()
         if not self._confidence.may_pay(draft, len(seq.tokens), marginal_cost[0], step_cost):
@@ -59,11 +61,15 @@ class MtpDrafter:
             return token, probability
 
         try:
-            return self._confidence.propose(draft, next_token, marginal_cost, step_cost)
+            proposed = self._confidence.propose(draft, next_token, marginal_cost, step_cost)
+            if token is not None:
+                self._next_rest = 0
+            return proposed
         except OutOfMemoryError as error:  # there may be room in the next step
             if not self._lacked_memory:
                 log.warning("the heads did not draft: %s", error)
             self._lacked_memory = True
+            self._rest, self._next_rest = self._next_rest, min(max(2 * self._next_rest, FIRST_REST), LONGEST_REST)
         except EngineError as error:
             log.warning("the heads are not used any more: %s", error)  # an answer must not fail because its draft did
             for seq_id in self._drafts:
@@ -74,7 +80,9 @@ class MtpDrafter:
     def missed_draft_cost(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
         """Return more than any step saves, because there is a draft after every token; 0 where there is none."""
         draft, length = self._drafts.get(seq.id), len(seq.tokens) + 1
-        if draft is None or not self._confidence.may_pay(draft, length, marginal_cost[0], self._step_cost()):
+        if draft is None or self._rests():
+            return 0.0
+        if not self._confidence.may_pay(draft, length, marginal_cost[0], self._step_cost()):
             return 0.0
         return math.inf
 
@@ -93,6 +101,11 @@ class MtpDrafter:
 
     def close(self) -> None:
         """Do nothing: the executor closes the heads."""
+
+    def _rests(self) -> bool:
+        """Count a token, and tell whether the heads rest: steps run ahead meanwhile."""
+        self._rest = max(self._rest - 1, 0)
+        return self._rest > 0
 
     def _step_cost(self) -> float:
         """Return the cost of a token of the heads, in plain steps of the model."""

@@ -20,6 +20,7 @@ from edgelm.models.decoder import Attention, Decoder, FeedForward, Layer, Linear
 from edgelm.models.loading.packed import PlaneFiller
 from edgelm.models.loading.stored import BLOCK_TYPES
 from edgelm.models.moe import Experts, Stack
+from edgelm.models.next_head import Entrance, NextHead
 
 DEVICE = torch.device("cuda")
 
@@ -106,6 +107,16 @@ def decoder(
         gate=Gate(gate),  # type: ignore[arg-type]  # one of its kinds
     )
     return Decoder(config, weights, torch.bfloat16, "triton")
+
+
+def head_of(decoder: Decoder, kind: str) -> NextHead:
+    """Return a head that predicts the token after the next one, with the first layer of a decoder as its own."""
+    config: Any = SimpleNamespace(**{**vars(decoder.config), "layers": decoder.config.layers[:1]})
+    width = decoder.config.hidden_size
+    norm = Norm(empty(width), 1e-5)
+    entrance = Entrance(norm, norm, Linear(matrix(kind, width, 2 * width), None, (width,)))
+    weights = replace(decoder.weights, layers=decoder.weights.layers[:1])
+    return NextHead(config, weights, entrance, decoder.dtype, "triton")
 
 
 def dense(kind: str, down: str, width: int) -> Callable[[int], FeedForward]:

@@ -144,6 +144,16 @@ def test_states_continue_a_conversation_to_the_bit(recurrent: Path, tmp_path: Pa
     assert [(sample.id, sample.logprob) for sample in got] == want
 
 
+def test_the_regions_of_files_are_as_large_as_the_files(recurrent: Path, tmp_path: Path) -> None:
+    """With the state behind each prefix."""
+    ask(built(recurrent, tmp_path), PROMPT)
+    loaded = built(recurrent, tmp_path)
+    regions = sorted(region.nbytes for region in loaded.engine._scheduler.kv_regions())
+    loaded.engine.close()
+    assert regions == pytest.approx(sorted(path.stat().st_size for path in paths(tmp_path)), rel=0.02)
+    assert regions[0] > loaded.engine.info.state_bytes > 10_000
+
+
 async def sampled(loaded: LoadedModel, prompt: list[int]) -> tuple[list[Sampled], Stats]:
     samples: list[Sampled] = []
     stats = None

@@ -15,16 +15,18 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import torch
 
+from edgelm.backends.followed_heads import Followed
 from edgelm.backends.snapshots import SnapshotStore
 from edgelm.backends.torch.executor import MAX_ROWS, TorchExecutor, TorchOptions
 from edgelm.engine.core import Chunk, Drop, Load, SamplingParams, Save, Sequence, Step
 from edgelm.kernels.attention import VERIFY_LEN
 from edgelm.kernels.cache import BLOCK_LEN
 from tests.backends.torch.fake_gpu import FakeGpu
-from tests.backends.torch.shape_models import MODELS
+from tests.backends.torch.shape_models import MODELS, head_of
 
 MAX_TOKENS = 1024  # of a step: a prompt of 2,048 tokens is two of them
 COPY_BYTES = 2**23  # that saving or loading a conversation may take, however long it is
@@ -39,6 +41,7 @@ SETTINGS = {
     "gpt_oss": [(2, 131072, "f16", True), (64, 8192, "f16", True)],
     "gemma": [(40, 8192, "f16", False), (1, 8192, "int8", True)],
 }
+HEADS = {"llama_8b": "Q4_K", "qwen_experts": "Q4_K"}  # models with a head that predicts ahead
 
 
 def prompt_lengths(thorough: bool) -> list[int]:
@@ -108,6 +111,7 @@ def check(name: str, num_sequences: int, context: int, kv: str, graphs: bool, th
                 graphs=graphs,
             ),
             SnapshotStore(2**30),
+            head=head_of(decoder, HEADS[name]) if name in HEADS else None,
         )  # fmt: skip
         num_compiled, peak = len(gpu.compiled), gpu.peak_bytes
         faults: list[str] = []
@@ -134,6 +138,12 @@ def check(name: str, num_sequences: int, context: int, kv: str, graphs: bool, th
                 faults.append(f"{shape}: {gpu.peak_bytes - peak:,} more bytes than at loading")
             if step.ops and gpu.peak_bytes - live > COPY_BYTES:
                 faults.append(f"{shape}: {gpu.peak_bytes - live:,} bytes for a copy")
+        heads: Any = executor.heads
+        for rows in range(1, VERIFY_LEN + 1) if heads else ():
+            before = len(gpu.compiled)
+            heads._predict(Followed(0), [0] * rows, 0, list(heads._hidden[:1].expand(rows, -1)))
+            if new := sorted({kernel for kernel, _ in gpu.compiled[before:]}):
+                faults.append(f"a pass of {rows} rows through the head: compiles {', '.join(new)}")
         executor.close()
     result = {
         "model": name, "sequences": num_sequences, "context": context, "kv": kv, "graphs": graphs,

@@ -12,7 +12,7 @@ from edgelm.base.errors import EngineError, OutOfMemoryError
 from edgelm.base.sampling import DraftChoice, SamplingParams
 from edgelm.engine.core import NOT_A_TOKEN, Sequence
 from edgelm.engine.speculation.confidence import RETRY_EVERY
-from edgelm.engine.speculation.mtp_drafter import MtpDrafter
+from edgelm.engine.speculation.mtp_drafter import LONGEST_REST, MtpDrafter
 from tests.bench.adversarial import Answer, Recorded
 from tests.bench.bench_ablation import Costs, linear
 from tests.bench.bench_mtp import SimulatedHeads, speed
@@ -113,6 +113,30 @@ def test_heads_without_memory_draft_again_in_the_next_step(fails_at: int) -> Non
     assert drafter.propose(seq, CHEAP[:3]) == [1, 2, 3]
     drafter.end(seq)
     assert not heads.followed
+
+
+def test_heads_that_lack_memory_again_and_again_rest_meanwhile_steps_run_ahead() -> None:
+    heads = Sure()
+    drafter = MtpDrafter(heads, lambda: 1.0)
+    seq = begun(drafter)
+    heads.error = OutOfMemoryError("the memory of the GPU is used up")
+    held_back = 0
+    for _ in range(10 * LONGEST_REST):
+        heads.fails_at = heads.num_calls + 1
+        if drafter.missed_draft_cost(seq, CHEAP):
+            held_back += 1
+            assert drafter.propose(seq, CHEAP[:3]) == []
+        seq.tokens.append(7)
+    assert held_back < 20
+    heads.fails_at = -1
+    waited = 0
+    while not drafter.missed_draft_cost(seq, CHEAP):
+        waited += 1
+    assert waited < LONGEST_REST
+    assert drafter.propose(seq, CHEAP[:3]) == [1, 2, 3]
+    heads.fails_at = heads.num_calls + 1
+    assert drafter.propose(seq, CHEAP[:3]) == []
+    assert drafter.missed_draft_cost(seq, CHEAP) == math.inf, "they drafted since"
 
 
 def test_the_end_of_a_sequence_forgets_it() -> None:
