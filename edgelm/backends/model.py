@@ -1,6 +1,7 @@
 """A model before and after loading: `OpenedModel` has its files and its header, `LoadedModel` an engine that runs.
 
-Owns the difference between a GGUF and a folder of safetensors for the code that builds an engine.
+Owns the difference between a GGUF and a folder of safetensors for the code that builds an engine, and what a file of
+heads adds.
 """
 
 from __future__ import annotations
@@ -124,3 +125,13 @@ def open_model(path: Path) -> Iterator[OpenedModel]:
     with open_gguf(path) as gguf:
         check_for_llama(gguf)
         yield OpenedModel(path, model_facts(gguf), gguf=gguf)
+
+
+@contextmanager
+def open_heads(model: OpenedModel, heads: Path | None) -> Iterator[OpenedModel]:
+    """Yield an open model with a file of its heads for the torch engine, where they read the model's own vocabulary."""
+    if heads is None:
+        yield model
+        return
+    with open_gguf(heads) as gguf:
+        yield replace(model, heads=gguf, facts=model.facts.with_heads(model_facts(gguf), share_ends=True))
