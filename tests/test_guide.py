@@ -344,6 +344,8 @@ def test_every_measured_result_is_cited() -> None:
     places += [ROOT / "packaging" / "README.md", ROOT / "tests" / "order.py"]
     text = "".join(path.read_text(encoding="utf-8") for path in places)
     for path in (ROOT / "docs" / "results").iterdir():
+        if path.name.startswith("soak-"):  # `make soak` writes it while this test runs
+            continue
         assert path.name in text, f"{path.name} is cited nowhere: cite it, or remove it with what is newer"
 
 
