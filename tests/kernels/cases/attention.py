@@ -33,6 +33,7 @@ SPILLS: dict[str, dict[int, int]] = {
 # The same with other releases, where it was compiled and differs. 3.7.1 is the installed one. 3.8 is left out by the
 # extra `cuda`: with 255 registers, the most there are, long heads still spill, and in the main loop (docs/gpu.md).
 OTHER_SPILLS: dict[str, dict[str, dict[int, int]]] = {
+    "3.6": {"k6v4 d=256": {90: 6}},
     "3.7": {
         "f16 d=80": {120: 14},
         "f16 d=256": {80: 6, 86: 4, 89: 4, 90: 2},
