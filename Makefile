@@ -18,7 +18,7 @@ TIMED_JOBS ?= $(shell echo $(CORES) | awk '{ print ($$1 > 4) ? 12 : 3 * $$1 }')
 CLIENTS := build/clients
 CLIENTS_READY := $(CLIENTS)/ready-$(shell cat tests/clients/requirements.txt tests/clients/ollama.txt tests/clients/frameworks.txt tests/clients/aider.txt tests/clients/lm_eval.txt tests/clients/package-lock.json | cksum | tr ' ' '-')
 # Releases of Triton that kernels are compiled and emulated with, beside the one in .venv: docs/gpu.md, "Compiling".
-TRITONS ?= $(if $(filter Linux,$(shell uname -s)),3.7.1 3.8.0)
+TRITONS ?= $(if $(filter Linux,$(shell uname -s)),3.6.0 3.8.0)
 # In the order of tests/order.py: xdist's own puts files with few tests last, and some of those are long.
 SPREAD := --dist loadfile --no-loadscope-reorder
 # Python's tracer doubles the processor time of most tests, so only `make coverage` uses it.
@@ -50,7 +50,7 @@ chat: $(READY) ## Chat in this terminal; the first time, pip fetches a small mod
 		echo "the chat begins with edgelm's guide; the next make chat tries again" >&2
 	@$(BIN)/edgelm $(ARGS)
 
-triton: $(READY) ## Put other releases of Triton into build/ (TRITONS="3.6.0 3.8.0"), which the tests then use; 190 MB each
+triton: $(READY) ## Put other releases of Triton into build/ (TRITONS="3.9.0"), which the tests then use; 190 MB each
 	@tag=$$($(BIN)/python -c 'import sys; print("cp%d%d" % sys.version_info[:2])'); told=; \
 	for release in $(TRITONS); do \
 		folder=build/triton-$$release-$$tag; \

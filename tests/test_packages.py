@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 import edgelm
 from tests.order import LONG_FILES
@@ -93,6 +94,24 @@ def test_every_dependency_has_an_upper_bound(pyproject: dict[str, Any]) -> None:
     project = pyproject["project"]
     for line in chain(project["dependencies"], *project["optional-dependencies"].values()):
         assert "<" in line, line
+
+
+def requirement(lines: list[str], name: str) -> Requirement:
+    return next(found for line in lines if (found := Requirement(line)).name == name)
+
+
+def test_pip_takes_no_triton_that_the_tests_do_not_run(pyproject: dict[str, Any]) -> None:
+    extras = pyproject["project"]["optional-dependencies"]
+    allowed, installed = (requirement(extras[extra], "triton").specifier for extra in ("cuda", "dev"))
+    others = re.search(r"^TRITONS .*\),(.*)\)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert others is not None
+    releases = ("3.5.1", "3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0")
+    tested = {*others[1].split(), *(release for release in releases if release in installed)}
+    taken = {release for release in releases if release in allowed}
+    assert taken == {"3.6.0", "3.7.1"}  # of torch 2.10 and 2.13
+    assert taken <= tested
+    torch = requirement(extras["cuda"], "torch").specifier
+    assert [minor for minor in range(8, 16) if f"2.{minor}.0" in torch] == [10, 13]
 
 
 def test_the_files_that_begin_first_are_there() -> None:

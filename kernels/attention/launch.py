@@ -17,7 +17,7 @@ from edgelm.kernels.attention.decode_kernel import attend_chunks, combine_chunks
 from edgelm.kernels.attention.prefill_kernel import attend_tiles
 from edgelm.kernels.cache import BLOCK_LEN, GROUP, LayerCache
 from edgelm.kernels.choice import interpreting
-from edgelm.kernels.gpu_target import has_wgmma, kwidth, num_sms, stages_of_products
+from edgelm.kernels.gpu_target import has_wgmma, kwidth, num_sms, stages_of_products, triton_has_faults
 from edgelm.kernels.pdl import uses_pdl
 
 VERIFY_LEN: int = decode_kernel.VERIFY_LEN.value  # rows of a sequence, at most, that attend_chunks takes
@@ -107,8 +107,12 @@ def parts_of(cache: LayerCache) -> int:
 
 
 def registers_of(cache: LayerCache) -> int:
-    """Return the maximum of registers per thread of attend_chunks."""
-    return MAX_REGISTERS if cache.format.key is None else CODE_REGISTERS
+    """Return the maximum of registers per thread of attend_chunks.
+
+    Codes of long heads spill with Triton before 3.9, and the less the more registers there are.
+    """
+    long_codes = cache.width // GROUP > MAX_GROUPS and triton_has_faults()
+    return MAX_REGISTERS if cache.format.key is None or long_codes else CODE_REGISTERS
 
 
 def kwidth_of(cache: LayerCache) -> int:

@@ -1,6 +1,7 @@
 """Kernels compile without faults, and compute what they should, with other releases of Triton than the installed one.
 
 `make triton` puts them into folders, and so do `make test` and `make soak` for these; without any, they are skipped.
+The installed one compiles here what is known to differ; its other cases are those of test_sass.py and emulated/.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ FOLDERS = sorted(path.parent for path in (ROOT / "build").glob(f"triton-*-{TAG}/
 EMULATED = "--main", "--capability", "90", "--only", "dequant_gemm q4_k", "grouped q4_k", "write_kv"
 WHOLE = bool(Count(test=0, soak=1))
 
-pytestmark = [
-    pytest.mark.timeout(TEST_LIMIT_S),
-    pytest.mark.parametrize("triton", FOLDERS, ids=lambda folder: folder.name),
-]
+pytestmark = pytest.mark.timeout(TEST_LIMIT_S)
+others = pytest.mark.parametrize("triton", FOLDERS, ids=lambda folder: folder.name)
 
 
+@others
 def test_a_folder_has_the_release_of_its_name(triton: Path) -> None:
     (found,) = distributions(path=[str(triton)], name="triton")
     assert triton.name == f"triton-{found.version}-{TAG}"
 
 
-def test_no_kernel_has_a_fault(triton: Path) -> None:
-    if WHOLE:
+@pytest.mark.parametrize("triton", [None, *FOLDERS], ids=lambda folder: folder.name if folder else "installed")
+def test_no_kernel_has_a_fault(triton: Path | None) -> None:
+    if WHOLE and triton:
         rows = figures_of_targets(TARGETS, triton=triton)
     else:
         rows = all_figures(TARGETS, only="differing", triton=triton)
@@ -42,6 +43,7 @@ def test_no_kernel_has_a_fault(triton: Path) -> None:
     assert not bad, "\n" + table(bad)
 
 
+@others
 def test_results_are_those_of_the_reference(triton: Path) -> None:
     results = lines_of("run", *(["--main"] if WHOLE else EMULATED), triton=triton)
     assert len(results) >= 3
