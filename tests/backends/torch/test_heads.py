@@ -77,6 +77,11 @@ def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     return load_both(write_odd(tmp_path_factory.mktemp("heads") / "m.gguf", request.param, 5, heads=OTHERS))
 
 
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return load_both(write_odd(tmp_path_factory.mktemp("heads") / "m.gguf", "qwen35", 5, heads=OTHERS))
+
+
 @pytest.fixture
 def random_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no norm be the same as another."""
@@ -273,11 +278,11 @@ def test_a_draft_depends_on_the_tokens_alone(tmp_path: Path) -> None:
             fed.heads.end(fed.seq.id)
 
 
-def test_the_heads_begin_anew_in_long_texts_and_after_a_pause(model: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heads_begin_anew_in_long_texts_and_after_a_pause(dense: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     max_len = 3 * HEADS_WINDOW
     monkeypatch.setattr(heads_module, "HEADS_LEN", max_len + HEADS_WINDOW)
     rng = random.Random(1)
-    executor = executor_of(model)
+    executor = executor_of(dense)
     fed = Fed(executor, 0)
     fed.compute([rng.randrange(3, 500) for _ in range(300)])
     begins = []
@@ -291,8 +296,8 @@ def test_the_heads_begin_anew_in_long_texts_and_after_a_pause(model: Loaded, mon
     assert list(dict.fromkeys(begins)) == [length - HEADS_WINDOW + 1 for length in anew]
 
 
-def test_nothing_is_drafted_without_hidden_states(model: Loaded) -> None:
-    executor = executor_of(model)
+def test_nothing_is_drafted_without_hidden_states(dense: Loaded) -> None:
+    executor = executor_of(dense)
     assert executor.heads
     fed = Fed(executor, 0)
     assert executor.heads.first(5, [1, 2]) == (NOT_A_TOKEN, 0.0), "a sequence that never began"
@@ -300,8 +305,8 @@ def test_nothing_is_drafted_without_hidden_states(model: Loaded) -> None:
     assert fed.heads.first(0, [9, 8, 7, 6, 5]) == (NOT_A_TOKEN, 0.0), "a token that was not computed"
 
 
-def test_no_hidden_state_of_a_sequence_that_is_not_followed_is_copied(model: Loaded) -> None:
-    heads: Any = executor_of(model).heads
+def test_no_hidden_state_of_a_sequence_that_is_not_followed_is_copied(dense: Loaded) -> None:
+    heads: Any = executor_of(dense).heads
     heads.begin(0)
     heads._hidden = None  # a copy would fail
     heads.take(Step((Chunk(Sequence(1, [5] * 40, 40, SamplingParams()), 0, [5] * 40, 1, (0, 1)),)))
@@ -325,8 +330,9 @@ def test_hidden_states_come_out_of_graphs(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
-def test_interpreted_kernels_draft_the_same(tmp_path: Path) -> None:
-    path = write_odd(tmp_path / "m.gguf", "qwen35", 5, heads=1.0)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_interpreted_kernels_draft_the_same(arch: Odd, tmp_path: Path) -> None:
+    path = write_odd(tmp_path / "m.gguf", arch, 5, heads=1.0)
     drafts = []
     for implementation in ("reference", "triton"):
         fed = Fed(executor_of(load_both(path, implementation), sequences=1), 0)
