@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,8 @@ from typer.testing import CliRunner
 from edgelm.base.errors import EdgeLMError
 from edgelm.commands.cli import app
 from edgelm.commands.plan_loaded import loaded_beside
-from tests.server.harness import ENDLESS, LIMIT_S, Front, serving, until
+from tests.server.harness import ENDLESS, Front, serving, until
+from tests.server.test_serve import edgelm
 from tests.tiny import write_tiny
 
 TEMPLATE = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
@@ -53,11 +53,6 @@ def front(environment: dict[str, str], models: Path, tmp_path_factory: pytest.Te
     with serving(environment, folder / "small.gguf", models / "long.gguf", log=log) as running:
         yield running
     assert "Traceback" not in log.read_text()
-
-
-def edgelm(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "edgelm", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
 def printed(environment: dict[str, str], *arguments: str) -> str:
