@@ -149,7 +149,7 @@ def test_a_models_name_is_shown_as_it_is(bench: Bench, tmp_path: Path) -> None:
     name = b"tiny llama f32"
     assert name in path.read_bytes()
     path.write_bytes(path.read_bytes().replace(name, b"[/b]tiny[red]!"))
-    done = bench(path, "-p", "8", "-n", "0", "-r", "1", COLUMNS="200")
+    done = bench(path, "-p", "8", "-n", "0", "-r", "1", "--in-process", COLUMNS="200")
     assert done.returncode == 0, done.stderr
     assert b"[/b]tiny[red]!" in done.stdout
 
@@ -172,18 +172,18 @@ def test_both_figures_are_shown_where_they_differ_by_more_than_3_percent(
     assert (f"{speed:.0f}%" in shown) is is_shown
 
 
-def test_a_picture_is_measured_too(bench: Bench, tmp_path: Path) -> None:
+def test_a_picture_is_measured_too(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, _ = write_pair(tmp_path / "seeing", "gemma3")
     picture = tmp_path / "cat.png"
     picture.write_bytes(png(96, 64))
     flags = (path, "--picture", picture, "-p", "8", "-n", "0", "-r", "2", "--ctx", "256", "--in-process")
-    measured = bench.result(*flags)["picture"]
+    result = bench.result(*flags)
+    measured = result["picture"]
     assert measured["tokens"] >= 16, "16, and those around them"
     assert 0 < measured["encode_ms"] < measured["first_token_ms"], "each time anew"
     assert 0 < measured["prepare_ms"] < measured["first_token_ms"]
-    done = bench(*flags)
-    assert done.returncode == 0, done.stderr
-    assert f"the picture: {measured['tokens']} tokens, prepared in " in done.stdout.decode()
+    _print(result, as_json=False)
+    assert f"the picture: {measured['tokens']} tokens, prepared in " in capsys.readouterr().out
 
 
 def test_a_picture_that_cannot_be_measured_is_one_line(bench: Bench, model: Path, tmp_path: Path) -> None:

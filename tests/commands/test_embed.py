@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.commands.test_run import Edgelm
 from tests.tiny_bert import tiny_bert, write_bert
 
 TIMEOUT_S = 60
@@ -27,8 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def edgelm(
     environment: dict[str, str], *arguments: str | Path, stdin: bytes = b""
 ) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "edgelm", "embed", *map(str, arguments)]
-    return subprocess.run(command, input=stdin, capture_output=True, timeout=TIMEOUT_S, env=environment, check=False)
+    return Edgelm(environment)("embed", *arguments, stdin=stdin)
 
 
 def test_lines_of_a_pipe_become_lines_of_json_and_a_matrix(

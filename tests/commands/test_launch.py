@@ -21,6 +21,7 @@ from edgelm.commands.cli import run_cli
 from edgelm.commands.launch import server
 from edgelm.commands.launch.server import end_front, start_front
 from tests.clients.model import write_model
+from tests.commands.test_run import Edgelm
 from tests.ports import free_port
 from tests.tiny import write_tiny
 
@@ -273,11 +274,8 @@ def test_a_file_that_the_server_was_given_has_its_name_everywhere(
                 ["plan", "Elsewhere", "--json"],
                 ["bench", "Elsewhere", "-p", "8", "-n", "0", "-r", "1", "--json"],
             ):
-                shown = subprocess.run(
-                    [*serve[:4], *words], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                    check=False,
-                )  # fmt: skip
-                assert (shown.returncode, "Elsewhere" in shown.stdout) == (0, True), shown.stderr
+                done = Edgelm(environment)(*words)
+                assert (done.returncode, b"Elsewhere" in done.stdout) == (0, True), done.stderr
             chat = [sys.executable, "-P", "-m", "edgelm", "--plain", "--model"]
             shown = subprocess.run(
                 [*chat, "Elsewhere"], env=environment, input="/exit\n", capture_output=True, text=True, check=False

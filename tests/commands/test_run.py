@@ -366,8 +366,8 @@ def test_an_invalid_value_of_a_flag_is_wrong_usage(edgelm: Edgelm, model: Path) 
 
 
 def test_more_memory_than_there_is(edgelm: Edgelm, tmp_path: Path) -> None:
-    path = write_tiny(tmp_path / "wide.gguf", context=2**24, layers=8, kv_heads=4, head_dim=256)
-    assert re.search(r"needs [\d.]+ GiB .* are free", error_of(edgelm("run", path, "hi", "--ctx", str(2**24))))
+    path = write_tiny(tmp_path / "wide.gguf", context=2**22, layers=32, kv_heads=4, head_dim=256)
+    assert re.search(r"needs [\d.]+ GiB .* are free", error_of(edgelm("run", path, "hi", "--ctx", str(2**22))))
 
 
 def test_logits_that_are_not_numbers(edgelm: Edgelm, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from edgelm.backends.model import LoadedModel
 from edgelm.base.config import Settings
 from edgelm.base.errors import EdgeLMError
 from edgelm.base.workers.messages import EngineJob
+from edgelm.commands import plan
 from edgelm.engine.core import SamplingParams
 from tests.commands.test_run import Edgelm, error_of
 from tests.server.harness import serving
@@ -126,7 +128,8 @@ def test_eval_compares_kv_caches(edgelm: Edgelm, folder: Path, tmp_path: Path) -
     assert 0 < result["mean_kl"] < 1
 
 
-def test_plan_and_bench(edgelm: Edgelm, folder: Path) -> None:
+def test_plan_and_bench(edgelm: Edgelm, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "ask_choice", cache(plan.ask_choice))  # of a process that imports torch
     result = json.loads(edgelm("plan", folder, "--json").stdout)
     assert (result["engine"], result["device"]) == ("torch", "cpu")
     assert result["chosen"]["context"] == 512
@@ -136,7 +139,8 @@ def test_plan_and_bench(edgelm: Edgelm, folder: Path) -> None:
     page = edgelm("plan", folder).stdout.decode()
     assert "runs on the processor by the torch engine, slowly" in page
     assert "earlier conversations" not in page
-    measured = json.loads(edgelm("bench", folder, "-p", "8", "-n", "4", "-r", "1", "--json").stdout)
+    flags = ("-p", "8", "-n", "4", "-r", "1", "--in-process", "--json")
+    measured = json.loads(edgelm("bench", folder, *flags).stdout)
     assert (measured["engine"], measured["device"]) == ("torch", "cpu")
     assert len(measured["results"]) == 2
 

@@ -20,7 +20,7 @@ from tests.counts import Count
 from tests.server.harness import ENDLESS, LIMIT_S, Front, body, processes, processes_of, serving, until
 
 KILLS = Count(test=4, soak=20)
-CLIENTS = 6
+CLIENTS = Count(test=3, soak=6)
 KINDS = ("edgelm serve", "engine_process", "template_worker", "grammar_worker")  # in their command lines
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")

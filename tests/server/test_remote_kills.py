@@ -15,7 +15,7 @@ from tests.server.fake_remote import config_of
 from tests.server.fast_remote import counting
 from tests.server.harness import LIMIT_S, serving, until
 
-NUM_KILLS = Count(test=8, soak=40)
+NUM_KILLS = Count(test=4, soak=40)
 NUM_STREAMS, NUM_TOKENS = 16, 20
 WHOLE = "".join(f"{number} " for number in range(NUM_TOKENS))
 

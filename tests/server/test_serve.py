@@ -15,13 +15,16 @@ from pathlib import Path
 import pytest
 
 from edgelm.base.config import load_config
+from tests.commands.test_run import Edgelm
 from tests.server.harness import ENDLESS, LIMIT_S, Front, processes_of, serving, until
 from tests.server.impatient_front import KEPT_S
 
 
 def edgelm(environment: dict[str, str], *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "edgelm", *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    """Run a command in this process; one that would serve in a process of its own."""
+    edgelm = Edgelm(environment)
+    done = (edgelm.process if arguments[0] in ("serve", "share") else edgelm)(*arguments)
+    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
 def test_the_front_loads_nothing_native() -> None:
