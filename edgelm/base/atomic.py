@@ -64,3 +64,15 @@ def _create(path: Path, mode: int) -> int:
             if attempt == FOLDER_ATTEMPTS - 1:
                 raise
     raise AssertionError
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # some systems refuse it for folders
+            raise
+    finally:
+        os.close(descriptor)

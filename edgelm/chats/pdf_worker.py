@@ -6,13 +6,11 @@ Its errors go on from the name of the file: "is encrypted".
 from __future__ import annotations
 
 import logging
-import resource
 import sys
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from edgelm.base.errors import EdgeLMError
-from edgelm.base.workers.child import Child, run_job
+from edgelm.base.workers.child import Child, limit_memory, run_job
 from edgelm.chats.pdf import PdfText, ReadPdf
 
 if TYPE_CHECKING:
@@ -66,8 +64,7 @@ def _open(path: str) -> PdfReader:
 
 
 def _read(request: ReadPdf, child: Child) -> None:
-    with suppress(ValueError, OSError):  # not on every system
-        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    limit_memory(MAX_MEMORY_BYTES)
     child.send(read(request))
 
 

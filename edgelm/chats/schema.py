@@ -1,8 +1,9 @@
-"""The tables of the chats' file, and the statements that bring an older file up to date."""
+"""The tables of the chats' file, the statements that bring an older file up to date, and how SQLite files are begun."""
 
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
 
 SCHEMA_VERSION = 4
@@ -88,3 +89,16 @@ def statements(script: str) -> Iterator[str]:
         if sqlite3.complete_statement(statement):
             yield statement
             statement = ""
+
+
+def write_ahead(connection: sqlite3.Connection, busy_s: float) -> None:
+    """Choose the WAL mode. SQLite does not wait for another process that does the same, so we do."""
+    deadline = time.monotonic() + busy_s
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,7 +33,7 @@ from edgelm.chats.rows import (
     message_from_row,
     message_values,
 )
-from edgelm.chats.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION, statements
+from edgelm.chats.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION, statements, write_ahead
 from edgelm.chats.search import search_chats
 
 PAGE_BYTES = 2048  # of a new file: what a second of streamed text writes; SQLite's own 4096 cost twice that
@@ -84,7 +83,7 @@ class Store:
         # the last moments.
         self._db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         self._repack()
-        self._write_ahead()
+        write_ahead(self._db, self._busy_s)
         for pragma in ("synchronous = NORMAL", "foreign_keys = ON", "secure_delete = ON"):
             self._db.execute(f"PRAGMA {pragma}")
         if version < SCHEMA_VERSION:
@@ -112,18 +111,6 @@ class Store:
             # Not in WAL mode, which is left only while no other process has the file open.
             if has_room and self._db.execute("PRAGMA journal_mode = DELETE").fetchone()[0] == "delete":
                 self._db.execute("VACUUM")
-
-    def _write_ahead(self) -> None:
-        """Choose the WAL mode. SQLite does not wait for another process that does the same, so we do."""
-        deadline = time.monotonic() + self._busy_s
-        while True:
-            try:
-                self._db.execute("PRAGMA journal_mode = WAL")
-                return
-            except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
-                    raise
-                time.sleep(0.01)
 
     def close(self) -> None:
         self._db.close()

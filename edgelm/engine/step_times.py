@@ -11,7 +11,7 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -67,29 +67,27 @@ class StepTimes:
         return [(rows, depth, statistics.median(samples)) for (rows, depth), samples in times.items()]
 
 
-def measure_steps(
-    executor: Executor, points: list[tuple[int, int]], budget_s: float, now: Callable[[], float] = time.perf_counter
-) -> list[Point]:
+def measure_steps(executor: Executor, points: list[tuple[int, int]], budget_s: float) -> list[Point]:
     """Return the median seconds of steps with `(rows, depth)`. The executor has no sequences, before and after.
 
     Stops when `budget_s` is spent. Raises EngineError if the executor refuses a step.
     """
-    end = now() + budget_s
+    end = time.perf_counter() + budget_s
     bench: _Bench = _Blocks(executor) if executor.info.block_len else _Slots(executor)
     measured: list[Point] = []
     try:
         bench.fill(SHALLOW_LEN)
         bench.step(1)  # warm-up: the first step touches memory that was never used
         for rows, depth in points:
-            if now() > end:
+            if time.perf_counter() > end:
                 break
             bench.fill(depth)
             times = []
             for _ in range(NUM_REPEATS):
-                began = now()
+                began = time.perf_counter()
                 bench.step(rows)
-                times.append(now() - began)
-                if now() > end:
+                times.append(time.perf_counter() - began)
+                if time.perf_counter() > end:
                     break
             measured.append((rows, bench.depth, statistics.median(times)))
     finally:

@@ -9,13 +9,11 @@ Owns the worker and its messages. It imports neither llama.cpp nor torch nor the
 
 from __future__ import annotations
 
-import resource
 import signal
-import sys
 from dataclasses import dataclass
 from typing import Any
 
-from edgelm.base.workers.child import Child, answer_requests
+from edgelm.base.workers.child import Child, answer_requests, limit_memory
 from edgelm.text.chat import render_chat
 from edgelm.text.template import ChatTemplate
 
@@ -87,16 +85,8 @@ class _Renderer:
         child.send(RenderedText(rendered.text, rendered.plain, rendered.spans, rendered.effort))
 
 
-def _limit_resources() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":
-        _, most = resource.getrlimit(resource.RLIMIT_AS)
-        limit = MEMORY_BYTES if most == resource.RLIM_INFINITY else min(MEMORY_BYTES, most)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
 if __name__ == "__main__":
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    _limit_resources()
+    limit_memory(MEMORY_BYTES)
     renderer = _Renderer()
     answer_requests({UseTemplate: renderer.use, Render: renderer.render})

@@ -399,12 +399,12 @@ def test_a_damaged_file_is_one_line(path: Path) -> None:
 def test_an_input_output_error_of_a_full_disk_says_so(
     path: Path, monkeypatch: pytest.MonkeyPatch, name: str, free: int, is_full: bool
 ) -> None:
-    def fails(_: Store) -> None:
+    def fails(*_: object) -> None:
         error = sqlite3.OperationalError("disk I/O error")
         error.sqlite_errorcode, error.sqlite_errorname = getattr(sqlite3, name), name
         raise error
 
-    monkeypatch.setattr(Store, "_write_ahead", fails)
+    monkeypatch.setattr("edgelm.chats.store.write_ahead", fails)
     monkeypatch.setattr("edgelm.chats.store.shutil.disk_usage", lambda _: SimpleNamespace(free=free))
     with pytest.raises(ChatsError, match="is full; make room" if is_full else name) as caught:
         Store(path)

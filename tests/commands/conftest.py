@@ -24,3 +24,14 @@ def server_environment(measured_cache: Path, tmp_path: Path) -> dict[str, str]:
 def edgelm(server_environment: dict[str, str]) -> Edgelm:
     """The program in that environment."""
     return Edgelm(server_environment)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that has all places of commands that run in this process."""
+    for kind in ("CONFIG", "DATA", "CACHE", "RUNTIME"):
+        monkeypatch.setenv(f"EDGELM_{kind}_DIR", str(tmp_path / kind.lower()))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.delenv("EDGELM_MODEL_DIRS", raising=False)
+    monkeypatch.delenv("EDGELM_API_KEY", raising=False)
+    return tmp_path

@@ -17,10 +17,8 @@ from tests.chats.exports_of_others import chatgpt, openwebui
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    for kind in ("CONFIG", "DATA", "CACHE", "RUNTIME"):
-        monkeypatch.setenv(f"EDGELM_{kind}_DIR", str(tmp_path / kind.lower()))
-    opened = Store(tmp_path / "data" / "chats.db")  # as a chat that is open in another terminal
+def store(home: Path) -> Any:
+    opened = Store(home / "data" / "chats.db")  # as a chat that is open in another terminal
     yield opened
     opened.close()
 

@@ -23,13 +23,10 @@ from edgelm.commands.doctor_engines import Engines
 
 
 @pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for kind in ("CONFIG", "DATA", "CACHE", "RUNTIME"):
-        monkeypatch.setenv(f"EDGELM_{kind}_DIR", str(tmp_path / kind.lower()))
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+def places(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
     monkeypatch.setattr(doctor.machine, "facts", lambda *_, **__: MachineFacts(canary="ok"))
-    return tmp_path
+    return home
 
 
 def report(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, doctor.Finding]]:

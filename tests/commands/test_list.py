@@ -22,15 +22,6 @@ QWEN = "Qwen/Qwen3-4B-GGUF"
 LIMIT_S = 60
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for kind in ("CONFIG", "DATA", "CACHE", "RUNTIME"):
-        monkeypatch.setenv(f"EDGELM_{kind}_DIR", str(tmp_path / kind.lower()))
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.delenv("EDGELM_MODEL_DIRS", raising=False)
-    return tmp_path
-
-
 def rows(capsys: pytest.CaptureFixture[str], **flags: object) -> dict[str, dict[str, Any]]:
     list_models(flags, as_json=True)
     return {row["name"]: row for row in json.loads(capsys.readouterr().out)}

@@ -15,10 +15,8 @@ from edgelm.engine.speculation.past_answers import AnswersFile
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for kind in ("CONFIG", "DATA", "CACHE", "RUNTIME"):
-        monkeypatch.setenv(f"EDGELM_{kind}_DIR", str(tmp_path / kind.lower()))
-    return answers.folder(tmp_path / "data")
+def folder(home: Path) -> Path:
+    return answers.folder(home / "data")
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:

@@ -38,17 +38,13 @@ def server() -> Iterator[HubServer]:
 
 
 @pytest.fixture
-def puller(server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Puller:
+def puller(server: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch) -> Puller:
     from huggingface_hub import constants
 
-    for kind in ("CONFIG", "DATA", "CACHE", "RUNTIME"):
-        monkeypatch.setenv(f"EDGELM_{kind}_DIR", str(tmp_path / kind.lower()))
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     monkeypatch.setenv("HF_TOKEN", "")
-    monkeypatch.delenv("EDGELM_MODEL_DIRS", raising=False)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    return Puller(server, tmp_path / "hub")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "no-token"))
+    return Puller(server, home / "hub")
 
 
 def run(*arguments: str) -> int:

@@ -29,13 +29,8 @@ README = {"README.md": b"readme", ".gitattributes": b"*.gguf"}
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for kind in ("CONFIG", "DATA", "CACHE", "RUNTIME"):
-        monkeypatch.setenv(f"EDGELM_{kind}_DIR", str(tmp_path / kind.lower()))
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.delenv("EDGELM_MODEL_DIRS", raising=False)
-    monkeypatch.delenv("EDGELM_API_KEY", raising=False)
-    return tmp_path / "hub"
+def hub(home: Path) -> Path:
+    return home / "hub"
 
 
 def rm(*names: str) -> None:

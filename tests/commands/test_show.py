@@ -34,15 +34,6 @@ QWEN = "Qwen/Qwen3-4B-GGUF"
 TEMPLATE = "\n".join(f"line {i} {{{{ x }}}}" for i in range(20)) + "\x1b[2J"
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for kind in ("CONFIG", "DATA", "CACHE", "RUNTIME"):
-        monkeypatch.setenv(f"EDGELM_{kind}_DIR", str(tmp_path / kind.lower()))
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.delenv("EDGELM_MODEL_DIRS", raising=False)
-    return tmp_path
-
-
 def shown(capsys: pytest.CaptureFixture[str], name: str | Path) -> dict[str, Any]:
     show_model(str(name), {}, template=False, as_json=True)
     document: dict[str, Any] = json.loads(capsys.readouterr().out)

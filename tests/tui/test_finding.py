@@ -104,7 +104,7 @@ async def test_find_goes_to_each_place_and_around(open_chat: Open) -> None:
         await chat.sees("A whale sleeps.")
         await chat.press("escape")
         await chat.until(lambda: chat.prompt.has_focus, "the prompt has the keys")
-        assert not chat.transcript.is_finding
+        assert chat.transcript._finding is None
         assert "in 2 messages" not in chat.text
 
 
@@ -163,7 +163,7 @@ async def test_a_chat_that_is_opened_has_no_find(open_chat: Open) -> None:
         await chat.press("ctrl+n")
         await chat.until(lambda: not chat.turns, "a new chat")
         assert "in 1 message" not in chat.text
-        assert not chat.transcript.is_finding
+        assert chat.transcript._finding is None
 
 
 async def test_the_help_has_a_filter(open_chat: Open) -> None:

@@ -32,7 +32,6 @@ class SpokenAnswer:
         self._num_text = 0
         self._num_calls = 0  # that were told
         self._is_named = False  # the model, before the text that is written now
-        self._thought_told = False
 
     def changed(self) -> None:
         """Write the text since the last call."""

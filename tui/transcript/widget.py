@@ -628,10 +628,6 @@ class Transcript(ScrollView, can_focus=True):
         self.action_find(0)
         return sum(self._finding.may_be_in(view.searched) for view in self.views)
 
-    @property
-    def is_finding(self) -> bool:
-        return self._finding is not None
-
     def action_find(self, by: int) -> None:
         """Go to the next (1) or previous (-1) place with the words; 0: to the first one from the top of the screen."""
         finding, num_views = self._finding, len(self.views)

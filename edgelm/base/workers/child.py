@@ -14,6 +14,7 @@ import gc
 import logging
 import math
 import os
+import resource
 import sys
 import threading
 import time
@@ -126,6 +127,15 @@ def answer_requests(handlers: Mapping[type, Handler], at_end: Callable[[], None]
         child.at_end(at_end)
     while True:
         _handle(handlers, child)
+
+
+def limit_memory(nbytes: int) -> None:
+    """Bound the memory of this process, where the system can, and let a crash, which is an answer here, dump none."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        limit = nbytes if most == resource.RLIM_INFINITY else min(nbytes, most)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _start(handlers: Mapping[type, Handler]) -> Child:

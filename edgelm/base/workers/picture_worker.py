@@ -9,16 +9,14 @@ import base64
 import io
 import math
 import re
-import resource
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 
 from PIL import Image, ImageOps, WebPImagePlugin
 
 from edgelm.base.errors import RequestError
-from edgelm.base.workers.child import Child, run_job
+from edgelm.base.workers.child import Child, limit_memory, run_job
 from edgelm.base.workers.pictures import MAX_FILE_PIXELS, MAX_RATIO, DrawnPicture, DrawPicture, ReadPicture, ReadResult
 
 MAX_MEMORY_BYTES = 2 * 2**30
@@ -205,8 +203,7 @@ def _draw(request: DrawPicture, child: Child) -> None:
 
 
 def _limit() -> None:
-    with suppress(ValueError, OSError):  # not on every system
-        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    limit_memory(MAX_MEMORY_BYTES)
     Image.MAX_IMAGE_PIXELS = None  # `_check_size` has our limit, and one line
 
 

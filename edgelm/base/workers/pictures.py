@@ -131,22 +131,20 @@ def kept_picture(data: bytes, max_pixels: int) -> Picture | None:
     return _kept.get((hashlib.sha256(data).digest(), max_pixels))
 
 
-def storable_picture(data: bytes, name: str = "the picture", max_pixels: int = MAX_STORED_PIXELS) -> StoredPicture:
+def storable_picture(data: bytes, name: str = "the picture") -> StoredPicture:
     """Return a picture as it is stored: no larger than a projector takes, and without EXIF, which may hold a place.
 
     A PNG or JPEG that is so already is kept as it is. Raises RequestError for a picture that is not taken.
     """
-    result = _read(data, name, max_pixels, MAX_STORED_BYTES)
+    result = _read(data, name, MAX_STORED_PIXELS, MAX_STORED_BYTES)
     return StoredPicture(result.width, result.height, base64.b64decode(result.data), result.media_type)
 
 
-def draw_sixels(
-    data: bytes, columns: int, num_lines: int, cell: tuple[int, int], num_colors: int, name: str = "the picture"
-) -> DrawnPicture:
+def draw_sixels(data: bytes, columns: int, num_lines: int, cell: tuple[int, int], num_colors: int) -> DrawnPicture:
     """Return a picture as sixels, in its own shape. Raises RequestError for a picture that is not taken."""
-    _check_bytes(data, name)
+    _check_bytes(data, "the picture")
     request = DrawPicture(base64.b64encode(data).decode(), columns, num_lines, cell, num_colors)
-    return _ask(request, DrawnPicture, name)
+    return _ask(request, DrawnPicture, "the picture")
 
 
 def _read(data: bytes, name: str, max_pixels: int, max_bytes: int = 0) -> ReadResult:

@@ -229,7 +229,7 @@ def image(data: bytes, name: str = "") -> Attachment | None:
     return Attachment(kind="image", name=name, data=data, media_type=media_type, size=len(data))
 
 
-def image_of_base64(value: object, name: str = "") -> Attachment | None:
+def image_of_base64(value: object) -> Attachment | None:
     """Return the picture of a data URL, or of base64 alone; None if there is none."""
     encoded = text(value)
     if encoded.startswith("data:"):
@@ -237,6 +237,6 @@ def image_of_base64(value: object, name: str = "") -> Attachment | None:
         if not head.endswith(";base64"):
             return None
     try:
-        return image(base64.b64decode(encoded, validate=True), name)
+        return image(base64.b64decode(encoded, validate=True))
     except (ValueError, binascii.Error):
         return None

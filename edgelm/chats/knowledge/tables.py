@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from edgelm.base.errors import EdgeLMError
+from edgelm.chats.schema import statements, write_ahead
 
 VERSION = 2  # of the tables and of the splitting: another version's file is made again
 BUSY_MS = 10_000
@@ -292,13 +293,13 @@ def _open(path: Path) -> sqlite3.Connection:
     path.chmod(0o600)
     connection = sqlite3.connect(path, timeout=BUSY_MS / 1000, isolation_level=None, check_same_thread=False)
     try:
-        _write_ahead(connection)
+        write_ahead(connection, BUSY_MS / 1000)
         connection.execute("PRAGMA synchronous = OFF")  # a cache: what a power cut damages is made again
         connection.execute("PRAGMA secure_delete = ON")  # of a file that is gone nothing stays here
         connection.execute("BEGIN IMMEDIATE")  # another process may open the file at the same time
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version == 0 and not connection.execute("SELECT EXISTS (SELECT 1 FROM sqlite_schema)").fetchone()[0]:
-            for statement in _statements():
+            for statement in statements(_SCHEMA):
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {VERSION}")
         elif version != VERSION:
@@ -312,28 +313,6 @@ def _open(path: Path) -> sqlite3.Connection:
 
 class _OtherVersionError(sqlite3.DatabaseError):
     """Another version of edgelm wrote the file."""
-
-
-def _write_ahead(connection: sqlite3.Connection) -> None:
-    """Choose the WAL mode. SQLite does not wait for another process that does the same, so we do."""
-    deadline = time.monotonic() + BUSY_MS / 1000
-    while True:
-        try:
-            connection.execute("PRAGMA journal_mode = WAL")
-            return
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)
-
-
-def _statements() -> Iterator[str]:
-    statement = ""
-    for line in _SCHEMA.splitlines(keepends=True):
-        statement += line
-        if sqlite3.complete_statement(statement):
-            yield statement
-            statement = ""
 
 
 def _marks(values: Sequence[Any]) -> str:

@@ -28,7 +28,7 @@ class _Thought:
 class BudgetMatcher:
     """A `Matcher` (core.py) around another one, or around none.
 
-    After `budget` tokens of thought, as soon as the last character is complete, `message_ids` and `end_ids` are forced.
+    After `budget` tokens of thought, as soon as the last character is complete, `end_ids` are forced.
     The model may end a thought earlier, with `end_ids` or other tokens of the same text. `start_ids` open one; empty:
     none opens later. With `spans_thought` the inner grammar covers thoughts too: it gets every token, and must allow
     any text in a thought. Without it, the inner grammar begins behind the thought.
@@ -41,7 +41,6 @@ class BudgetMatcher:
         *,
         is_open: bool,
         end_ids: Seq[int],
-        message_ids: Seq[int] = (),
         start_ids: Seq[int] = (),
         piece: Callable[[int], bytes],
         spans_thought: bool = True,
@@ -51,7 +50,7 @@ class BudgetMatcher:
         self._budget = budget
         self._piece = piece
         self._start, self._end = (b"".join(map(self._spelled, ids)) for ids in (start_ids, end_ids))
-        self._forced_end = [*message_ids, *end_ids]
+        self._forced_end = [*end_ids]
         self._spans = spans_thought
         self._thought = _Thought(is_open)
 

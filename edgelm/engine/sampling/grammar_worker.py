@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import signal
-import sys
 import time
 from dataclasses import replace
 from functools import cache, partial
@@ -21,7 +19,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from edgelm.base.errors import RequestError
-from edgelm.base.workers.child import Child, answer_requests
+from edgelm.base.workers.child import Child, answer_requests, limit_memory
 from edgelm.base.workers.grammars import CheckedGrammar, GrammarSpec
 from edgelm.engine.sampling.grammar_limits import first_line, parser_limits
 from edgelm.engine.sampling.schema import for_llguidance, parse_schema, without_patterns
@@ -213,16 +211,8 @@ def _check(spec: GrammarSpec, child: Child) -> None:
     child.send(replace(checked, cpu_s=time.process_time() - began))
 
 
-def _limit_resources() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":
-        _, most = resource.getrlimit(resource.RLIMIT_AS)
-        limit = MAX_MEMORY_BYTES if most == resource.RLIM_INFINITY else min(MAX_MEMORY_BYTES, most)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
 if __name__ == "__main__":
     os.nice(_NICE)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    _limit_resources()
+    limit_memory(MAX_MEMORY_BYTES)
     answer_requests({GrammarSpec: _check})

@@ -20,7 +20,7 @@ from typing import BinaryIO
 import numpy as np
 from gguf import GGUFWriter
 
-from edgelm.base.atomic import atomic_json, read_json
+from edgelm.base.atomic import atomic_json, read_json, sync
 from edgelm.base.disk import require_space, unfinished
 from edgelm.base.errors import EdgeLMError
 from edgelm.making.conversion.tensors import Bytes, OutTensor
@@ -98,7 +98,7 @@ class GGUFFile:
             self._file.flush()
             os.fsync(self._file.fileno())
             self.part.replace(self.path)
-            _sync_folder(self.path.parent)
+            sync(self.path.parent)
         with suppress(OSError):
             self._state.unlink()
 
@@ -171,11 +171,3 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise EdgeLMError(
             f"{path.name} cannot be written in {path.parent}: {error.strerror}", "choose another folder"
         ) from None
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

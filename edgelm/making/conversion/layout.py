@@ -173,13 +173,13 @@ class _Planner:
             )
         first = embedding if has_embedding else output
         width = self.config.hidden_size
-        yield self._matrix(first, self.theirs.embedding, 0, columns=width)
+        yield self._matrix(first, self.theirs.embedding, columns=width)
         if not (has_embedding and has_output):
             return
         if self.config.tied and self._equal(embedding, output):
             self.used.add(output)
             return
-        yield self._matrix(output, self.theirs.output, 0, rows=self._sizes(embedding)[0], columns=width)
+        yield self._matrix(output, self.theirs.output, rows=self._sizes(embedding)[0], columns=width)
 
     def _attention(self, i: int) -> Iterator[OutTensor]:
         config, ours, theirs = self.config, self.ours, self.theirs
@@ -383,10 +383,10 @@ class _Planner:
             bias = self._used(f"{base}.bias", shape=(total,))
             yield self._tensor(f"{name}.bias", (rows,), Rows((Part(bias, start, rows),), head_rows))
 
-    def _matrix(self, our: str, their: str, i: int, *, rows: int = 0, columns: int) -> OutTensor:
+    def _matrix(self, our: str, their: str, *, rows: int = 0, columns: int) -> OutTensor:
         rows = rows or self._sizes(our)[0]
         part = Part(self._used(our, (rows, columns)), 0, rows)
-        return self._tensor(f"{their.format(i=i)}.weight", (rows, columns), Rows((part,)))
+        return self._tensor(f"{their}.weight", (rows, columns), Rows((part,)))
 
     def _norm(self, our: str, their: str, i: int, size: int) -> OutTensor:
         offset = self.config.norm_offset

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
-from edgelm.base.atomic import read_json
+from edgelm.base.atomic import read_json, sync
 from edgelm.base.disk import unfinished
 from edgelm.base.errors import BusyError, EdgeLMError
 from edgelm.checkpoints.config_json import CONFIG
@@ -112,7 +112,7 @@ class UnfinishedFolder:
             _write_json(self.path / f"model{INDEX_SUFFIX}", index)
             _write_json(self.path / CONFIG, config)
             self.path.rename(self.out)
-            _sync(self.out.parent)
+            sync(self.out.parent)
             (self.out / STATE).unlink()
             return sum(path.stat().st_size for path in self.out.rglob("*") if path.is_file())
         except OSError as error:
@@ -126,7 +126,7 @@ def copy_others(source: Path, target: Path) -> None:
             continue
         if path.is_file():
             shutil.copyfile(path, target / path.name)
-            _sync(target / path.name)
+            sync(target / path.name)
         elif MODULES.fullmatch(path.name) and (path / CONFIG).is_file():
             (target / path.name).mkdir(exist_ok=True)
             shutil.copyfile(path / CONFIG, target / path.name / CONFIG)
@@ -190,16 +190,7 @@ def _write(path: Path, *parts: bytes | memoryview) -> None:
         file.flush()
         os.fsync(file.fileno())
     part_file.replace(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path.parent)
 
 
 def _refused(out: Path, error: OSError) -> EdgeLMError:

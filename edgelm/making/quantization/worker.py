@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from edgelm.base.atomic import sync
 from edgelm.base.disk import require_space, unfinished
 from edgelm.base.errors import BusyError, EdgeLMError, ModelError
 from edgelm.base.workers.child import Child, run_job
@@ -86,10 +87,10 @@ def _quantize(job: QuantizeJob, child: Child) -> None:
             require_space(job.destination.parent, nbytes, job.destination.name)
             quantize(source, opened, recipe, importance, options, partial(_report, child))
             child.send(Status("checking the file"))
-            _sync(part)
+            _flush(part)
             written = _read_back(part, planned)
             part.replace(job.destination)
-            _sync(job.destination.parent)
+            sync(job.destination.parent)
         document = {
             "source": str(job.source),
             "path": str(job.destination),
@@ -235,16 +236,11 @@ def _unfinished(destination: Path, child: Child) -> Iterator[tuple[Path, Path]]:
         os.close(descriptor)
 
 
-def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk. Raises EdgeLMError."""
-    descriptor = os.open(path, os.O_RDONLY)
+def _flush(part: Path) -> None:
     try:
-        os.fsync(descriptor)
+        sync(part)
     except OSError as error:
-        if not path.is_dir():  # some systems refuse it for folders
-            raise EdgeLMError(f"{path.name} cannot be written: {error.strerror}", "check the disk") from None
-    finally:
-        os.close(descriptor)
+        raise EdgeLMError(f"{part.name} cannot be written: {error.strerror}", "check the disk") from None
 
 
 def _read_back(part: Path, planned: list[PlannedTensor]) -> dict[str, Any]:

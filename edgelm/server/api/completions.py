@@ -25,6 +25,7 @@ from edgelm.server.api.fields import (
     ModelName,
     SamplingFields,
     StreamOptions,
+    text_form,
 )
 from edgelm.server.api.logprobs import TextOffsets, completion_logprobs
 from edgelm.server.api.sentinels import OFF_OF_TEXTS
@@ -32,14 +33,6 @@ from edgelm.server.api.sentinels import OFF_OF_TEXTS
 DEFAULT_TOKENS = 16  # OpenAI's default
 MAX_PROMPTS = 64
 MAX_ANSWERS = 64  # of one request, to all its prompts
-
-
-def _form(value: object) -> str:
-    """Return which form a prompt has: only that one is checked."""
-    first = value[0] if isinstance(value, list) and value else None
-    if not isinstance(value, list):
-        return "str"
-    return "strs" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
 
 
 def _without_pictures(value: object) -> object:
@@ -60,7 +53,7 @@ Prompt = Annotated[
     | Annotated[list[str], Tag("strs"), Field(fail_fast=True)]
     | Annotated[Ids, Tag("ids")]
     | Annotated[list[Ids], Tag("lists"), Field(fail_fast=True)],
-    Discriminator(_form),
+    Discriminator(text_form),
     BeforeValidator(_without_pictures),
 ]
 

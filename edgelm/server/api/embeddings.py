@@ -12,17 +12,9 @@ from pydantic import Discriminator, Field, Tag
 
 from edgelm.jobs.embed_request import MAX_INPUTS, Embedded, EmbedRequest
 from edgelm.server.api.errors import ApiError
-from edgelm.server.api.fields import KeepAliveFields, ModelName
+from edgelm.server.api.fields import KeepAliveFields, ModelName, text_form
 
 MAX_WIDTH = 2**20
-
-
-def _form(value: object) -> str:
-    """Return which form an input has: only that one is checked."""
-    first = value[0] if isinstance(value, list) and value else None
-    if not isinstance(value, list):
-        return "str"
-    return "strs" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
 
 
 Ids = Annotated[list[int], Field(fail_fast=True, min_length=1)]
@@ -31,7 +23,7 @@ Input = Annotated[
     | Annotated[list[str], Tag("strs"), Field(fail_fast=True)]
     | Annotated[Ids, Tag("ids")]
     | Annotated[list[Ids], Tag("lists"), Field(fail_fast=True)],
-    Discriminator(_form),
+    Discriminator(text_form),
 ]
 
 

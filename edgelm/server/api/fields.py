@@ -24,7 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from edgelm.base.durations import parse_keep_alive
 from edgelm.base.sampling import MAX_SEED, SAMPLING, DraftChoice
-from edgelm.base.workers.grammars import GrammarKind, GrammarSpec
+from edgelm.base.workers.grammars import GrammarSpec
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.json_body import JsonBody
 from edgelm.server.api.sentinels import OFF, Sentinels, without_sentinels
@@ -48,6 +48,14 @@ _TAGS = frozenset({"str", "list", "strs", "ids", "lists"})  # of unions: pydanti
 _OUT_OF_RANGE = ("greater_than", "less_than", "too_long", "too_short", "string_too", "keep_alive")
 
 T = TypeVar("T", bound="Body")
+
+
+def text_form(value: object) -> str:
+    """Return which form of _TAGS a prompt or an input has: only that one is checked."""
+    first = value[0] if isinstance(value, list) and value else None
+    if not isinstance(value, list):
+        return "str"
+    return "strs" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
 
 
 class Body(BaseModel):
@@ -228,12 +236,12 @@ class GrammarFields(Body):
         specs = {
             "response_format": _response_format(self.response_format),
             "structured_outputs.json": _schema(outputs.json_, "structured_outputs.json"),
-            "structured_outputs.regex": _spec_of("regex", outputs.regex),
+            "structured_outputs.regex": _regex(outputs.regex),
             "structured_outputs.choice": _choice(outputs.choice, "structured_outputs.choice"),
             "structured_outputs.grammar": _grammar(outputs.grammar),
             "structured_outputs.json_object": GrammarSpec("json_object") if outputs.json_object else None,
             "guided_json": _schema(self.guided_json, "guided_json"),
-            "guided_regex": _spec_of("regex", self.guided_regex),
+            "guided_regex": _regex(self.guided_regex),
             "guided_choice": _choice(self.guided_choice, "guided_choice"),
             "guided_grammar": _grammar(self.guided_grammar),
             "grammar": _grammar(self.grammar or None),
@@ -282,8 +290,8 @@ def schema_spec(schema: dict[str, Any], *, strict: bool = True) -> GrammarSpec:
     return GrammarSpec("json_schema", json.dumps(schema, ensure_ascii=False), strict)
 
 
-def _spec_of(kind: GrammarKind, source: str | None) -> GrammarSpec | None:
-    return None if source is None else GrammarSpec(kind, source)
+def _regex(source: str | None) -> GrammarSpec | None:
+    return None if source is None else GrammarSpec("regex", source)
 
 
 def _choice(choices: list[str] | None, param: str) -> GrammarSpec | None:

@@ -13,7 +13,7 @@ from edgelm.engine.sampling.budget import BudgetMatcher
 
 NUM_VOCAB = 70
 START, END = 60, 61  # control tokens, without text
-MESSAGE = [50, 51]
+LONG_END = [50, 51, END]
 PIECES = {token: bytes([97 + token % 26]) for token in range(60)} | {20: b"\xe2", 21: b"\x82", 22: b"\xac", 23: b"\xff"}
 
 
@@ -63,23 +63,23 @@ ALL, EVEN = set(range(NUM_VOCAB)), set(range(0, NUM_VOCAB, 2))
 
 
 def budget(inner: OnlyEven | None = None, tokens: int = 3, **options: object) -> BudgetMatcher:
-    arguments = {"is_open": True, "end_ids": [END], "message_ids": MESSAGE, "piece": piece, "spans_thought": False}
+    arguments = {"is_open": True, "end_ids": [END], "piece": piece, "spans_thought": False}
     return BudgetMatcher(inner, tokens, **(arguments | options))  # type: ignore[arg-type]
 
 
-def test_a_spent_budget_forces_the_message_and_the_end_marker() -> None:
+def test_a_spent_budget_forces_the_end_marker() -> None:
     inner = OnlyEven()
-    matcher = budget(inner)
+    matcher = budget(inner, end_ids=LONG_END)
     for token in (1, 2, 3):
         assert matcher.forced(9) == []
         assert rows_of(matcher, []) == [ALL]
         matcher.accept(token)
-    assert matcher.forced(9) == [*MESSAGE, END]
-    assert matcher.forced(2) == MESSAGE
-    assert rows_of(matcher, [*MESSAGE, END, 8]) == [{50}, {51}, {END}, EVEN, EVEN]
-    assert matcher.allowed([*MESSAGE, END, 8, 9, 8]) == 4
+    assert matcher.forced(9) == LONG_END
+    assert matcher.forced(2) == LONG_END[:2]
+    assert rows_of(matcher, [*LONG_END, 8]) == [{50}, {51}, {END}, EVEN, EVEN]
+    assert matcher.allowed([*LONG_END, 8, 9, 8]) == 4
     assert matcher.allowed([50, 8]) == 1
-    for token in [*MESSAGE, END]:
+    for token in LONG_END:
         assert matcher.thinking
         matcher.accept(token)
     assert not matcher.thinking
@@ -114,7 +114,7 @@ def test_the_end_marker_counts_by_its_text() -> None:
 
 
 def test_a_character_is_finished_before_the_end() -> None:
-    matcher = budget()
+    matcher = budget(end_ids=LONG_END)
     for token in (1, 2, 20):
         matcher.accept(token)
     assert matcher.forced(9) == []
@@ -125,7 +125,7 @@ def test_a_character_is_finished_before_the_end() -> None:
 
 def test_an_inner_grammar_may_span_the_thought() -> None:
     inner = EvenAndEnd()
-    matcher = budget(inner, tokens=2, spans_thought=True, message_ids=())
+    matcher = budget(inner, tokens=2, spans_thought=True)
     assert rows_of(matcher, [2, 4, END]) == [EVEN, EVEN, {END}, EVEN]
     for token in (2, 4):
         matcher.accept(token)
@@ -134,7 +134,7 @@ def test_an_inner_grammar_may_span_the_thought() -> None:
 
 
 def test_a_thought_that_a_call_has_ended_is_not_ended_again() -> None:
-    matcher = budget(OnlyEven(), tokens=2, spans_thought=True, message_ids=())  # the grammar has no place for END
+    matcher = budget(OnlyEven(), tokens=2, spans_thought=True)  # the grammar has no place for END
     assert rows_of(matcher, [2, 4, 6]) == [EVEN] * 4
     assert matcher.allowed([2, 4, 6]) == 3
     for token in (2, 4):
@@ -144,7 +144,7 @@ def test_a_thought_that_a_call_has_ended_is_not_ended_again() -> None:
 
 
 def test_a_thought_may_open_later_and_again() -> None:
-    matcher = budget(tokens=2, is_open=False, start_ids=[START], message_ids=())
+    matcher = budget(tokens=2, is_open=False, start_ids=[START])
     for token in (1, 2, 3, 4, START, 5, END, 7, START):
         assert matcher.forced(3) == []
         matcher.accept(token)
