@@ -272,12 +272,23 @@ def test_a_file_that_the_server_was_given_has_its_name_everywhere(
                 ["show", "Elsewhere", "--json"],
                 ["plan", "Elsewhere", "--json"],
                 ["bench", "Elsewhere", "-p", "8", "-n", "0", "-r", "1", "--json"],
+                ["quantize", "Elsewhere", str(tmp_path / "small.gguf"), "--to", "Q8_0", "--json"],
             ):
                 shown = subprocess.run(
                     [*serve[:4], *words], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
                     check=False,
                 )  # fmt: skip
                 assert (shown.returncode, "Elsewhere" in shown.stdout) == (0, True), shown.stderr
+            for words, message in (
+                (["convert", "Elsewhere", str(tmp_path / "new.gguf")], "error: Elsewhere is a GGUF already"),
+                (["rm", "Elsewhere", "--yes"], "error: Elsewhere is your own file"),
+                (["doctor", "--gpu", "Elsewhere", "--out", str(tmp_path)], f"error: {tmp_path} cannot be written"),
+            ):
+                shown = subprocess.run(
+                    [*serve[:4], *words], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                    check=False,
+                )  # fmt: skip
+                assert (shown.returncode, shown.stderr.startswith(message)) == (1, True), shown.stderr
             chat = [sys.executable, "-P", "-m", "edgelm", "--plain", "--model"]
             shown = subprocess.run(
                 [*chat, "Elsewhere"], env=environment, input="/exit\n", capture_output=True, text=True, check=False
