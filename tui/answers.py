@@ -17,17 +17,18 @@ from typing import Any, Protocol
 from textual.worker import WorkerError
 
 from edgelm.base.errors import EdgeLMError, EngineError, RequestError
-from edgelm.chats.history import Message
+from edgelm.chats.history import Message, split_sent
 from edgelm.client.answer_stream import AnswerStats, Delta, Finished
 from edgelm.client.endpoint import ChatRequest, Client, ModelEntry
 from edgelm.client.failures import ContextFullError, UnreachableError
-from edgelm.client.link import Link
+from edgelm.client.link import Link, sees
 from edgelm.client.reader import Reader, guide_roots
 from edgelm.client.session import Session
 from edgelm.client.tool_runner import ToolRunner
 from edgelm.client.turns import Turn
 from edgelm.client.work import Work
 from edgelm.library.catalog import FIRST_CHAT
+from edgelm.tui.lines import short_name
 from edgelm.tui.model_names import is_path
 from edgelm.tui.transcript.drafted import Spans
 from edgelm.tui.transcript.passages import one_line
@@ -108,6 +109,9 @@ class AnswerWatcher(Protocol):
     def answer_progressed(self, answer: Answer, activity: str, stats: AnswerStats | None) -> None:
         """Show what the answer is doing and, if they are given, its figures."""
 
+    def answer_noted(self, answer: Answer, note: str) -> None:
+        """Show a line about what the model is sent."""
+
     def answer_ended(self, answer: Answer) -> None:
         """Show the chat without a running answer."""
 
@@ -132,6 +136,7 @@ class Answers:
         self._run = run
         self._watcher = watcher
         self.num_logprobs = 0
+        self.blind: set[tuple[int, str]] = set()  # chats and models that were told to get no pictures
         self._running: dict[int, tuple[Answer, Work]] = {}  # by chat
 
     def __bool__(self) -> bool:
@@ -245,7 +250,8 @@ async def _stream(
                 answer.session.set_model(model)
             await reader.require_consent(answer.session, model)
             await _read(reader, answer, client, model, watcher)
-            finished = await _request(answers, reader, answer, client, model, watcher)
+            pictures = await _sends_pictures(answers, link, answer, model, watcher)
+            finished = await _request(answers, reader, answer, client, model, watcher, pictures=pictures)
             await link.learn_gpu(model)
             return finished
         except UnreachableError:
@@ -279,8 +285,29 @@ async def _read(reader: Reader, answer: Answer, client: Client, model: str, watc
     watcher.answer_changed(answer)
 
 
+async def _sends_pictures(answers: Answers, link: Link, answer: Answer, model: str, watcher: AnswerWatcher) -> bool:
+    """Return whether the conversation's pictures are sent. A model that reads none gets their names, told once."""
+    _, sent = split_sent(answer.session.tree.path_to(answer.message.id))
+    pictures = [file for message in sent for file in message.attachments if file.kind == "image"]
+    if not pictures or await sees(link, model):
+        return True
+    key = answer.session.chat.id, model
+    if key not in answers.blind:
+        answers.blind.add(key)
+        names = ", ".join(dict.fromkeys(one_line(picture.name) for picture in pictures))
+        watcher.answer_noted(answer, f"left out for {short_name(model)}, which reads no images: {names}")
+    return False
+
+
 async def _request(
-    answers: Answers, reader: Reader, answer: Answer, client: Client, model: str, watcher: AnswerWatcher
+    answers: Answers,
+    reader: Reader,
+    answer: Answer,
+    client: Client,
+    model: str,
+    watcher: AnswerWatcher,
+    *,
+    pictures: bool,
 ) -> Finished:
     """Stream the answer, with calls of tools in it; send fewer passages where the context has no room for them."""
     session, message = answer.session, answer.message
@@ -294,7 +321,9 @@ async def _request(
     offer = await answers.tools.offer(session, show) if session.chat.tools and not choices else None
     sampling = {"temperature": 0, **answer.sampling} if choices else answer.sampling
     while True:
-        past, turns = session.turns(message)
+        past, turns = session.turns(message, pictures=pictures)
+        if choices:  # capitals would change the starter's choice
+            turns = tuple(replace(turn, text=turn.text.lower()) if turn.role == "user" else turn for turn in turns)
         begun = Turn("assistant", answer.begun, message.reasoning) if answer.begun and not message.calls else None
         functions = offer.functions if offer else ()
         request = ChatRequest(model, turns, sampling, past, choices, begun, answers.num_logprobs, functions)

@@ -11,6 +11,7 @@ import base64
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -21,6 +22,7 @@ from textual.binding import Binding, BindingType
 from textual.command import DiscoveryHit, Hit, Hits, Provider
 from textual.content import Content
 from textual.driver import Driver
+from textual.events import Event, Key, Paste
 from textual.keys import Keys
 from textual.screen import Screen
 from textual.theme import Theme
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
     from edgelm.tui.dialogs.tools import AskScreen
 
 CLOSE_S = 5.0
+DIALOG_TURNS = 20  # of the event loop, from a key to the dialog of its command
+DIALOG_S = 2.0
 SCREEN_CHARS = 500  # screen cuts a longer sequence
 log = logging.getLogger(__name__)
 
@@ -197,6 +201,26 @@ class ChatApp(App[None], inherit_bindings=False):
 
     def get_default_screen(self) -> Screen[None]:
         return self._chat
+
+    async def on_event(self, event: Event) -> None:
+        if isinstance(event, Key | Paste) and not event.is_forwarded:
+            await self._dialog_opens()
+        await super().on_event(event)
+
+    async def _dialog_opens(self) -> None:
+        """Wait for the dialog of a command that the last key began: what is typed next is not for the prompt."""
+        command, self._chat.begun = self._chat.begun, None
+        if command is None:
+            return
+        for _ in range(DIALOG_TURNS):
+            if command.is_finished or self.screen is not self._chat:
+                break
+            await asyncio.sleep(0)
+        if self.screen is not self._chat:
+            has_focus = asyncio.Event()
+            self.screen.call_later(has_focus.set)  # behind the event that gives the focus
+            with suppress(TimeoutError):
+                await asyncio.wait_for(has_focus.wait(), DIALOG_S)
 
     def on_mount(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -199,11 +199,11 @@ class SpaceRow(Row):
 class FootRow(Row):
     """The quiet line under a message: who wrote it, its figures, and which of several versions it is."""
 
-    def __init__(self, parts: Sequence[str] = (), *, version: int = 1, num_versions: int = 1) -> None:
-        """Make the line; its last parts are left out where there is no room."""
+    def __init__(self, parts: Sequence[str] = (), *, kept: int = 1, version: int = 1, num_versions: int = 1) -> None:
+        """Make the line; where there is no room, its last parts are left out, and the first `kept` are cut."""
         super().__init__()
         self._parts = [clean(part) for part in parts if part]
-        self._version, self._num_versions = version, num_versions
+        self._kept, self._version, self._num_versions = kept, version, num_versions
 
     def draw(self, width: int, palette: Palette) -> list[Line]:
         versions = Text(style=palette.muted)
@@ -214,8 +214,8 @@ class FootRow(Row):
             versions.append("  " if self._parts else "")
         parts, room = list(self._parts), max(text_width(width) - versions.cell_len, 1)
         if parts and cell_len(" · ".join(parts)) > room:
-            parts[0] = cut_name(parts[0], max(room // 3, NAME_CELLS))
-        while len(parts) > 1 and cell_len(" · ".join(parts)) > room:
+            parts[0] = cut_name(parts[0], max(room // 3, NAME_CELLS if self._kept == 1 else 0))
+        while len(parts) > self._kept and cell_len(" · ".join(parts)) > room:
             parts.pop()
         words = Text(" · ".join(parts), palette.muted + Style(meta={ACT: "figures"}))
         words.truncate(room, overflow="ellipsis")

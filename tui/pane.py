@@ -91,7 +91,7 @@ class ChatPane(Vertical):
         self._title = Static(id="title")
         self._completion = Completion()
         self._picker = FilePicker(self.prompt, self._completion, files.add_path, self.run_worker)
-        self.prompt.begins_picking = self._picker.typed  # keys may be faster than the list
+        self.prompt.take_file = self._picker.take
         self._show_reasoning = False
         self._live: LiveView | None = None
         self.suggest: Callable[[str], list[Suggestion]] = suggest_paths  # what Tab may complete; called on a thread
@@ -363,9 +363,7 @@ class ChatPane(Vertical):
 
     @on(Prompt.TabPressed)
     def _complete(self) -> None:
-        if self.prompt.picking:
-            self._picker.take(opens=True)
-        elif command := self._completion.offered_command:
+        if command := self._completion.offered_command:
             self.post_message(Prompt.Sent(command))  # from here: of the prompt's own, Textual would tell nobody else
         elif self._completion.chosen is not None:
             self.prompt.put(self._completion.chosen.text)
@@ -389,10 +387,6 @@ class ChatPane(Vertical):
         else:
             text, attachments = self._set_aside
             self._set_aside = (text, (*attachments, output))
-
-    @on(Prompt.Taken)
-    def _file_taken(self) -> None:
-        self._picker.take(opens=False)
 
     @on(Prompt.Emptied)
     def _prompt_emptied(self) -> None:

@@ -144,6 +144,7 @@ class ChatScreen(Screen[None]):
         self._unsent: str | None = None  # the text in the prompt; None until something was typed
         self._unsent_timer: Timer | None = None
         self._shell: Worker[None] | None = None  # the command that was run last
+        self.begun: Worker[None] | None = None  # a command of a key, before the next key
 
     def compose(self) -> ComposeResult:
         with Horizontal():
@@ -451,6 +452,10 @@ class ChatScreen(Screen[None]):
         if stats is not None:
             self.status.change(stats=stats)
 
+    def answer_noted(self, answer: Answer, note: str) -> None:
+        if self.view.is_composed:
+            self.notify(clean(note), timeout=10, markup=False)
+
     def answer_ended(self, answer: Answer) -> None:
         self.workspace.chats[answer.session.chat.id] = answer.session.chat
         if not self.view.is_composed:
@@ -561,7 +566,7 @@ class ChatScreen(Screen[None]):
         return ScreenFace(self.app, self.workspace, self.pulls, self._reader, self.view, self.inspector, self.send)
 
     def action_run(self, name: str) -> None:
-        self.run_command(name, "")
+        self.begun = self.run_command(name, "")
 
     @work(group="command")
     async def run_command(self, name: str, argument: str) -> None:

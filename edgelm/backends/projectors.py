@@ -35,7 +35,7 @@ def fitting_projector(
     except ModelError as error:
         if settings.mmproj != "auto":
             raise
-        warn(error.message)
+        warn(str(error))
         return None
     return projector
 
@@ -79,7 +79,7 @@ def fitting_heads(
     except ModelError as error:
         if named:
             raise
-        warn(error.message)
+        warn(str(error))
         return None
 
 

@@ -1,9 +1,9 @@
 """The files by which running servers ("fronts") are found: `front.json` in the runtime folder, and `front-PID.json`.
 
-Owns these files, which only their user can read: `{"pid", "address"}`, and `key`, `certificate`, `of` and `library` of
-a front that has them. A file or a folder of another user tells of no front. The first front has `front.json`. A front
-that was killed does not remove its file; readers ignore it, and the next front removes it. `agent-PID` is the file of a
-program that `edgelm launch` became, with its birth.
+Owns these files, which only their user can read: `{"pid", "address"}`, and `key`, `certificate`, `of`, `library` and
+`ollama` of a front that has them. A file or a folder of another user tells of no front. The first front has
+`front.json`. A front that was killed does not remove its file; readers ignore it, and the next front removes it.
+`agent-PID` is the file of a program that `edgelm launch` became, with its birth.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class FrontRecord(NamedTuple):
     certificate: str = ""  # file of the front's certificate; empty: it speaks HTTP
     of: str = ""  # "chat": it ends with that chat; "launch": when no agent is left
     library: str = ""  # as `Config.library`; empty: of an older version, which does not tell it
+    ollama: str = ""  # the second address, for clients that know only Ollama's port; empty: there is none
 
     def serves(self, library: str) -> bool:
         """Return whether it has the models of a library, as far as it tells."""
@@ -105,7 +106,7 @@ def _read(file: Path) -> FrontRecord | None:
         return None
     try:
         data = read_json(file, MAX_BYTES)
-        own = (str(data.get(name, "")) for name in ("key", "certificate", "of", "library"))
+        own = (str(data.get(name, "")) for name in ("key", "certificate", "of", "library", "ollama"))
         record = FrontRecord(int(data["pid"]), str(data["address"]), *own)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None

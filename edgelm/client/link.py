@@ -148,3 +148,19 @@ class Link:
         self._models = None
         if client is not None:
             await client.close()
+
+
+async def sees(link: Link, model: str) -> bool:
+    """Return whether a model reads pictures, as far as the endpoint tells.
+
+    A list that says no is renewed: its projector may be here now. Raises EdgeLMError.
+    """
+    if not (await link.client()).is_edgelm:
+        return True
+    for again in (False, True):
+        entries = await link.models(again=again)
+        named = [entry for entry in entries if entry.id == model]
+        # A remote one may see. One that is in no list is a file: whether it is there, the answer to the message tells.
+        if not named or any(entry.pictures or entry.remote for entry in named):
+            return True
+    return False

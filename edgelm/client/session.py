@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
-from edgelm.chats.attachments import Attachment, images, with_attachments
+from edgelm.chats.attachments import Attachment, as_markdown, images, with_attachments
 from edgelm.chats.history import Chat, Message, State, Tree, make_title, split_sent
 from edgelm.chats.knowledge.quote import system_message
 from edgelm.chats.reading import Reading
@@ -166,8 +166,10 @@ class Session:
             chat = replace(self.chat)
             self._store.write(lambda store: store.put_open_chat(chat))
 
-    def turns(self, answer: Message) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
+    def turns(self, answer: Message, *, pictures: bool = True) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
         """Return the turns before an answer: those that are not sent to the model any more, and those that are.
+
+        Without `pictures`, for a model that reads none, their names stand in their place.
 
         Those of the answer itself are among them, up to the results of its last calls. What was read for the question
         stands right before it, and what was read for earlier ones is not sent again: the turns above are the same in
@@ -175,13 +177,13 @@ class Session:
         """
         past, sent = split_sent(self.tree.path_to(answer.id))
         system = [Turn("system", self.chat.system)] if self.chat.system.strip() else []
-        turns = _turns(sent[:-1])
+        turns = _turns(sent[:-1], pictures=pictures)
         reading = self.tree.messages[answer.parent].reading if answer.parent is not None else None
         read = [Turn("system", system_message(reading.passages))] if reading and reading.passages else []
         begun = _answer_turns(answer) if answer.calls else []
         if begun and begun[-1].role == "assistant":  # text behind the calls
             begun.pop()
-        return _turns(past), (*system, *turns[:-1], *read, *turns[-1:], *begun)
+        return _turns(past, pictures=pictures), (*system, *turns[:-1], *read, *turns[-1:], *begun)
 
     def _inherited_cut(self, parent: int | None) -> int | None:
         """Return the `sent_from` of the branch on screen if a new message below `parent` must repeat it."""
@@ -209,7 +211,7 @@ class Session:
         self.save()
 
 
-def _turns(messages: Iterable[Message]) -> tuple[Turn, ...]:
+def _turns(messages: Iterable[Message], *, pictures: bool) -> tuple[Turn, ...]:
     """Return messages as turns. Answers without text are omitted, and the user's messages around one are joined:
     most models' templates require turns to alternate.
     """
@@ -220,13 +222,16 @@ def _turns(messages: Iterable[Message]) -> tuple[Turn, ...]:
             if turns and turns[-1].role == "tool":  # it was stopped; templates want the assistant before the user
                 turns.append(Turn("assistant", STOPPED))
             continue
-        text, pictures = with_attachments(message.text, message.attachments), images(message.attachments)
-        if not text.strip() and not pictures:
+        text, seen = with_attachments(message.text, message.attachments), images(message.attachments)
+        if seen and not pictures:
+            unseen = [as_markdown(attachment) for attachment in message.attachments if attachment.kind == "image"]
+            text, seen = "\n\n".join([*unseen, text]), ()
+        if not text.strip() and not seen:
             continue
         if turns and turns[-1].role == "user":
             before = turns.pop()
-            text, pictures = f"{before.text}\n\n{text}", before.images + pictures
-        turns.append(Turn("user", text, images=pictures))
+            text, seen = f"{before.text}\n\n{text}", before.images + seen
+        turns.append(Turn("user", text, images=seen))
     return tuple(turns)
 
 

@@ -25,8 +25,10 @@ from edgelm.base.machine.cpu import usable_cores
 from edgelm.base.setting_checks import parse_adapters
 from edgelm.base.workers.exit_reason import ModelFiles, exit_reason
 from edgelm.base.workers.parent import Worker
+from edgelm.checkpoints.gguf import open_gguf
 from edgelm.commands.flags import Flags, Json, SettingsOf, Verbose
 from edgelm.commands.job import StatusLine
+from edgelm.commands.running import model_or_served
 from edgelm.library.local import installed_model, require_whole
 from edgelm.library.names import shown
 from edgelm.library.progress import size_text, time_text
@@ -101,9 +103,10 @@ def source_folder(name: str, config: Config) -> Path:
     """Return the folder of safetensors with this name or path. Raises ModelError."""
     if (path := folder_at(name)) is not None:
         return path
-    model = installed_model(name, config)
+    model = model_or_served(name, config, installed_model)
     if model.format == "gguf":
-        raise ModelError(f"{shown(name)} is a GGUF already", "name a folder of safetensors")
+        with open_gguf(model.path):  # which says where the file is none
+            raise ModelError(f"{shown(name)} is a GGUF already", "name a folder of safetensors")
     require_whole(model)
     return model.path if model.path.is_dir() else model.path.parent
 

@@ -28,8 +28,9 @@ from edgelm.base.errors import EdgeLMError
 from edgelm.base.kv_modes import TORCH_KV
 from edgelm.base.machine.gpu import nvidia_gpus
 from edgelm.base.places import own_places
+from edgelm.commands.running import model_or_served
 from edgelm.jobs.engine_trial import make_trial
-from edgelm.library.local import model_config, runnable_model
+from edgelm.library.local import model_config
 
 REPORT = "edgelm-gpu.txt"
 PACKAGES = ("torch", "triton", "edgelm-llama", "llama-cpp-python")
@@ -99,7 +100,7 @@ def _request(model: str | None, config: Config) -> tuple[CheckGpu, Settings]:
     settings = config.settings
     if model is None:
         return CheckGpu(None, tuple(TORCH_KV), settings.quantize), settings
-    local = runnable_model(model, config)
+    local = model_or_served(model, config)
     settings = model_config(local, config).settings
     modes = tuple(TORCH_KV) if settings.kv == "auto" else (settings.kv,)
     heads = heads_beside(settings, local.path)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from edgelm.base.config import Config
 from edgelm.base.errors import ModelError
+from edgelm.commands.running import model_or_served
 from edgelm.library.catalog import find_entry
 from edgelm.library.hub_cache import names_in
-from edgelm.library.local import require_runnable, runnable_model
+from edgelm.library.local import require_runnable
 from edgelm.library.names import CatalogName, HubReference, parse_name, shown
 from edgelm.library.scan import LocalModel, gguf_at, scan
 from edgelm.library.selection import group_ggufs, is_safetensors_folder
@@ -38,7 +39,7 @@ def _models_of(name: str, config: Config) -> list[LocalModel]:
     for suffix in ALL:
         if name.endswith(suffix):
             return _all_of(name.removesuffix(suffix), config)
-    return _in_folder(name) or [runnable_model(name, config)]
+    return _in_folder(name) or [model_or_served(name, config)]
 
 
 def _in_folder(name: str) -> list[LocalModel]:

@@ -35,9 +35,10 @@ def show_processes(*, as_json: Json = False) -> None:
     state = get_state(front)
     if as_json:
         more = [{"pid": other.pid, "address": other.address} for other in others]
-        print(json.dumps(state | {"other_servers": more}, ensure_ascii=False))
+        own = {"ollama_address": front.ollama} if front.ollama else {}
+        print(json.dumps(state | own | {"other_servers": more}, ensure_ascii=False))
         return
-    _show(state)
+    _show(state, front.ollama)
     if _order(state["version"]) < _order(__version__):  # a service goes on through an upgrade
         again = "restart it (a service: `edgelm service install`)"
         print(f"the server still runs {state['version']}, and this command is {__version__}: {again}")
@@ -51,8 +52,9 @@ def _order(version: str) -> tuple[list[int], bool, list[int]]:
     return numbers[:3], not re.search(r"[a-z]", version), numbers[3:]
 
 
-def _show(state: dict[str, Any]) -> None:
-    print(f"edgelm {state['version']} at {state['address']} (pid {state['pid']})")
+def _show(state: dict[str, Any], ollama: str) -> None:
+    also = f", for Ollama's clients at {ollama}" if ollama else ""
+    print(f"edgelm {state['version']} at {state['address']}{also} (pid {state['pid']})")
     if not state["models"]:
         print("no model is loaded")
         return

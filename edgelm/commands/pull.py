@@ -22,9 +22,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from edgelm.base.config import Config, load_config
-from edgelm.base.errors import EdgeLMError
+from edgelm.base.errors import EdgeLMError, ModelError
 from edgelm.commands.flags import Json
 from edgelm.commands.kept_results import result_lines, results_document, speeds_document
+from edgelm.commands.running import refuse_remote
 from edgelm.evaluation.kept import KeptModel, KeptResults
 from edgelm.library.catalog import hub_reference, stand_in
 from edgelm.library.http_range import fetch_headers
@@ -88,7 +89,12 @@ def pull_model(
     if model is None and (model := _pick()) is None:
         return
     config = load_config({})
-    reference = _reference(model, quant, revision)
+    named, model = model, config.model_name(model)
+    try:
+        reference = _reference(model, quant, revision)
+    except ModelError:
+        refuse_remote(named, config)
+        raise
     if verify and offline:
         raise EdgeLMError("--verify asks the hub for the checksums", "omit --offline")
     if offline or (not dry_run and not verify and _is_set_offline()):

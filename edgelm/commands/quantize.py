@@ -33,6 +33,7 @@ from edgelm.commands.flags import Json, Verbose
 from edgelm.commands.job import StatusLine
 from edgelm.commands.list import plain_console
 from edgelm.commands.quantize_flags import FOR_A_GGUF, QuantizeFlags
+from edgelm.commands.running import model_or_served
 from edgelm.library.local import installed_model, require_whole
 from edgelm.library.names import shown
 from edgelm.library.progress import size_text, time_text
@@ -125,7 +126,7 @@ def quantize_model(source: str, destination: str, flags: QuantizeFlags, *, as_js
     """Quantize a model, and print what its file has. Raises EdgeLMError."""
     config = load_config({})
     chosen = _chosen_type(flags)
-    model = installed_model(source, config)
+    model = model_or_served(source, config, installed_model)
     target = _destination(destination, model.files, force=flags.force)
     if saved := _file(flags.save_imatrix):
         if saved in (target, *model.files):

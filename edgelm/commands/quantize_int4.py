@@ -20,6 +20,7 @@ from edgelm.base.errors import BusyError, EdgeLMError, EngineError, ModelError, 
 from edgelm.base.machine.llama_build import extra_command
 from edgelm.base.workers.exit_reason import ModelFiles, exit_reason
 from edgelm.base.workers.parent import Worker
+from edgelm.commands.running import model_or_served
 from edgelm.library.local import installed_model
 from edgelm.library.names import shown
 from edgelm.library.progress import size_text, time_text
@@ -58,7 +59,7 @@ def quantize_int4(
         if find_spec(package) is None:
             raise EdgeLMError(f"packed INT4 is made by {package}, which is not installed", extra_command("cuda"))
     config = load_config({})
-    folder = _folder(source) or installed_model(source, config).path
+    folder = _folder(source) or model_or_served(source, config, installed_model).path
     out = _destination(destination, folder)
     job = Int4Job(
         folder=folder,

@@ -20,6 +20,7 @@ from edgelm.base.config import Config, load_config
 from edgelm.base.errors import EdgeLMError, ModelError
 from edgelm.base.runtime import FrontRecord, find_fronts
 from edgelm.commands.flags import Json, Yes
+from edgelm.commands.running import model_or_served
 from edgelm.library.adapters import pulled_adapter
 from edgelm.library.hub_cache import Unfinished, unfinished_of
 from edgelm.library.local import installed_model
@@ -93,7 +94,7 @@ def _resolve(
             unfinished |= {part.part: part for part in parts}
             continue
         try:
-            model = _in_library(installed_model(name, config), config)
+            model = _in_library(model_or_served(name, config, installed_model), config)
         except ModelError:
             if adapter := _adapter_of(name, config):
                 models[adapter.identity] = adapter
@@ -165,7 +166,7 @@ def _refuse_loaded(models: list[LocalModel], config: Config) -> None:
         for model in models:
             if paths & {os.path.realpath(file) for file in (model.path, *model.files)}:
                 message = f"{shown(model.name)} is loaded by the edgelm server (pid {front.pid})"
-                raise ModelError(message, "stop the server, or wait until it unloads the model")
+                raise ModelError(message, f"edgelm unload {shown(model.name)}, or stop the server")
 
 
 def _loaded_paths(front: FrontRecord) -> set[str]:

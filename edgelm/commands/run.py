@@ -25,6 +25,7 @@ from edgelm.commands.run_prompt import Words, parse_words
 from edgelm.commands.running import model_or_served
 from edgelm.library.local import model_config, require_sight
 from edgelm.library.names import STARTER
+from edgelm.library.projectors import find_projector
 
 if TYPE_CHECKING:
     from edgelm.chats.presets import Preset
@@ -142,6 +143,7 @@ def _local_job(
         settings, think = saved.settings(settings, flags), saved.thinking(think)
         know = know or saved.knowledge
     passages: tuple[Passage, ...] | None = None
+    quotes = False
     if know:
         from edgelm.commands.knowledge import find_passages  # most prompts need no SQLite
 
@@ -152,7 +154,7 @@ def _local_job(
 
         know = (GUIDE,)
         passages, quotations = read_guide(text, config.places)
-        if quotations and grammar is None:
+        if quotes := bool(quotations) and grammar is None:
             grammar = GrammarSpec("choice", json.dumps(quotations, ensure_ascii=False))
             settings = settings if flags.get("temperature") is not None else replace(settings, temperature=0.0)
     before, urls = _system(preset), images(pictures)
@@ -161,13 +163,12 @@ def _local_job(
             from edgelm.chats.presets import apply_preset
 
             apply_preset(saved.session.chat, preset)
-        before, text, urls = saved.ask(text, local, know, passages, pictures)
-        if not pictures and (urls or any(said.images for said in before)):
-            require_sight(local, config)
+        sees = find_projector(config.settings, local.path) is not None
+        before, text, urls = saved.ask(text, local, know, passages, pictures, sees=sees)
     return RunJob(
         model=local.path,
         settings=settings,
-        prompt=text,
+        prompt=text.lower() if quotes else text,  # capitals would change the starter's choice
         images=urls,
         before=before,
         stop=tuple(options.stop or ()),

@@ -25,7 +25,8 @@ from edgelm.chats.store import ChatsError, Store
 from edgelm.chats.store_thread import StoreThread, Write
 from edgelm.client.answer_stream import AnswerStats
 from edgelm.client.session import Session
-from edgelm.library.local import runnable_model
+from edgelm.commands.running import model_or_served
+from edgelm.library.names import shown
 from edgelm.library.scan import LocalModel
 
 SAVE_S = 10.0  # for the last writes, where another program has locked the file
@@ -120,7 +121,7 @@ class SavedChat:
         missing = ""
         for name in names:
             try:
-                local = runnable_model(name, config)
+                local = model_or_served(name, config)
             except ModelError:
                 missing = missing or name
                 continue
@@ -158,10 +159,13 @@ class SavedChat:
         roots: tuple[str, ...],
         passages: tuple[Passage, ...] | None,
         pictures: tuple[Attachment, ...] = (),
+        *,
+        sees: bool,
     ) -> tuple[tuple[Said, ...], str, tuple[str, ...]]:
         """Add a question; return what is sent before it, and its text and pictures for the model.
 
-        They begin with those of earlier questions that have no answer. `passages` were found in `roots` for it.
+        They begin with those of earlier questions that have no answer. `passages` were found in `roots` for it. A model
+        that does not see gets the names of earlier pictures.
         """
         session = self.session
         model = str(local.path) if local.place == "given" else local.name  # as the chat on the screen names it
@@ -169,7 +173,11 @@ class SavedChat:
             session.chat.model = model
         question = session.add_question(text, session.tree.leaf, attachments=pictures)
         self._answer = session.begin_answer(question.id, model)
-        _, turns = session.turns(self._answer)
+        earlier = [file.name for said in session.tree.path()[:-2] for file in said.attachments if file.kind == "image"]
+        if earlier and not sees:
+            names = ", ".join(dict.fromkeys(map(shown, earlier)))
+            print(f"note: left out for {local.name}, which reads no pictures: {names}", file=sys.stderr)
+        _, turns = session.turns(self._answer, pictures=sees)
         if passages is not None:
             session.set_reading(question, Reading(roots, passages))
         before: list[Said] = []

@@ -10,6 +10,7 @@ from edgelm.base.config import Config
 from edgelm.base.errors import EdgeLMError, ModelError
 from edgelm.base.runtime import FrontRecord, find_front
 from edgelm.library.local import runnable_model
+from edgelm.library.names import shown
 from edgelm.library.scan import LocalModel, printable
 
 REQUEST_LIMIT_S = 5.0
@@ -26,20 +27,38 @@ def require_front(config: Config) -> FrontRecord:
 def model_or_served(
     name: str, config: Config, find: Callable[[str, Config], LocalModel] = runnable_model
 ) -> LocalModel:
-    """Return a model of this machine, or the file that the running server offers by this name. Raises ModelError."""
+    """Return a model of this machine, or the file that the running server offers by this name.
+
+    Raises ModelError, which says so where another server runs the model.
+    """
     try:
         return find(name, config)
     except ModelError:
+        refuse_remote(name, config)
         front = find_front(config.places.runtime, config.library)
         if front is None:
             raise
         try:
-            path = str(ask_front(front, "GET", f"/v1/models/{quote(name)}")["edgelm"]["path"])
-        except (EdgeLMError, KeyError, TypeError):
-            path = ""  # it knows no such model either, or does not tell
+            known = ask_front(front, "GET", f"/v1/models/{quote(name)}")["edgelm"]
+            path, where = str(known.get("path", "")), str(known.get("remote", ""))
+        except (EdgeLMError, KeyError, TypeError, AttributeError):
+            path = where = ""  # it knows no such model either, or does not tell
+        if where:
+            raise _elsewhere(name, where) from None
         if not path:
             raise
         return find(path, config)
+
+
+def refuse_remote(name: str, config: Config) -> None:
+    """Raise ModelError for a model that the configuration has on another server."""
+    if (table := config.remote_model(name)) is not None and table.remote is not None:
+        raise _elsewhere(name, table.remote.endpoints[0])
+
+
+def _elsewhere(name: str, where: str) -> ModelError:
+    message = f"{shown(name)} runs on another server ({where}): its files are not on this machine"
+    return ModelError(message, "`edgelm list` shows the models that are here")
 
 
 def served_name(front: FrontRecord, model: LocalModel) -> str | None:

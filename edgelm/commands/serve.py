@@ -18,7 +18,7 @@ from edgelm.base.runtime import FrontRecord
 from edgelm.base.workers.messages import Serving
 from edgelm.base.workers.wire import Saving, encode
 from edgelm.commands.flags import Flags, Json, SettingsOf, Verbose
-from edgelm.library.local import runnable_model
+from edgelm.commands.running import model_or_served
 from edgelm.library.readers import Describe, read_each
 from edgelm.server import request_log
 from edgelm.server.keys import check_secret
@@ -69,7 +69,7 @@ def start_server(
         message = "other users of this machine can see the key of --api-key in the list of processes"
         log.warning("warning: %s; give --api-key-file, --ask-key or EDGELM_API_KEY", message)
     typed_key = _ask_key() if ask_key else None
-    paths = [runnable_model(model, config).path for model in models]
+    paths = [model_or_served(model, config).path for model in models]
     for document in read_each(Describe(path) for path in paths):
         if "error" in document:
             raise ModelError(document["error"])
@@ -80,9 +80,11 @@ def start_server(
         elif say is not None:
             say(front)
         elif as_json:
-            print(json.dumps({"event": "serving", "address": front.address}), flush=True)
+            more = {"ollama_address": front.ollama} if front.ollama else {}
+            print(json.dumps({"event": "serving", "address": front.address, **more}), flush=True)
         else:
-            print(f"edgelm listens at {front.address}/v1 (Ctrl-C ends it)", flush=True)
+            ollama = f", and for Ollama's clients at {front.ollama}" if front.ollama else ""
+            print(f"edgelm listens at {front.address}/v1{ollama} (Ctrl-C ends it)", flush=True)
 
     def on_saving(num_left: int) -> None:
         if until_stdin_closes:  # our parent waits longer for it

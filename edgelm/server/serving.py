@@ -94,11 +94,12 @@ def serve(
         stack.callback(listener.close)
         listeners = [listener, *_ollama_listener(settings, stack)]
         sockets = stack.enter_context(socket_folder(places.runtime))
-        address = address_of(listener, "https" if tls else "http")
+        address, *more = (address_of(each, "https" if tls else "http") for each in listeners)
         of_user = Key("this user", secrets.token_urlsafe(32), admin=True, of_user=True)
         certificate = str(tls.certificate) if tls else ""
         of = "chat" if options.until_stdin_closes else "launch" if options.until_unused else ""
-        record = FrontRecord(os.getpid(), address, of_user.secret if keys else "", certificate, of, config.library)
+        secret, ollama = of_user.secret if keys else "", "".join(more)
+        record = FrontRecord(os.getpid(), address, secret, certificate, of, config.library, ollama)
         stack.enter_context(announced(places.runtime, record))
         launcher = Launcher(config, sockets, verbose=options.verbose)
         rules = _rules(settings, Keys([*keys, of_user]) if keys else Keys(), tls)

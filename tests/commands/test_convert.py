@@ -105,6 +105,9 @@ def test_names_that_cannot_be_converted(folder: Path, tmp_path: Path) -> None:
     gguf = tmp_path / "own.gguf"
     convert_folder(folder, gguf)
     assert "is a GGUF already" in error(gguf)
+    text = tmp_path / "notes.txt"
+    text.write_text("no model")
+    assert "notes.txt is not a GGUF file" in error(text)
     assert "has no config.json" in error(tmp_path)
     assert "--to Q4_K is not a type of convert" in error(folder, to="Q4_K")
 

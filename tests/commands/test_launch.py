@@ -273,9 +273,17 @@ def test_a_file_that_the_server_was_given_has_its_name_everywhere(
                 ["show", "Elsewhere", "--json"],
                 ["plan", "Elsewhere", "--json"],
                 ["bench", "Elsewhere", "-p", "8", "-n", "0", "-r", "1", "--json"],
+                ["quantize", "Elsewhere", str(tmp_path / "small.gguf"), "--to", "Q8_0", "--json"],
             ):
                 done = Edgelm(environment)(*words)
                 assert (done.returncode, b"Elsewhere" in done.stdout) == (0, True), done.stderr
+            for words, message in (
+                (["convert", "Elsewhere", str(tmp_path / "new.gguf")], b"error: Elsewhere is a GGUF already"),
+                (["rm", "Elsewhere", "--yes"], b"error: Elsewhere is your own file"),
+                (["doctor", "--gpu", "Elsewhere", "--out", str(tmp_path)], f"error: {tmp_path} cannot be".encode()),
+            ):
+                done = Edgelm(environment)(*words)
+                assert (done.returncode, done.stderr.startswith(message)) == (1, True), done.stderr
             chat = [sys.executable, "-P", "-m", "edgelm", "--plain", "--model"]
             shown = subprocess.run(
                 [*chat, "Elsewhere"], env=environment, input="/exit\n", capture_output=True, text=True, check=False

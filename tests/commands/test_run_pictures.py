@@ -115,7 +115,11 @@ def test_a_chat_keeps_its_pictures_and_sends_them_again(edgelm: Edgelm, model: P
     (tmp_path / "b.png").write_bytes(picture("blue"))
     assert edgelm("-c", "b.png", "And this?")[0] == 0
     assert (edgelm.jobs[2].prompt, edgelm.jobs[2].images) == ("And this?", (url(picture("blue")),))
-    assert edgelm("-c", "--mmproj", "off", "Go on")[0] == 1, "the model would not see what was said"
+    code, output = edgelm("-c", "--mmproj", "off", "Go on")[:2]
+    assert (code, output.count("left out for m, which reads no pictures: a.png, b.png")) == (0, 1)
+    job = edgelm.jobs[-1]
+    assert (job.prompt, job.images, [said.images for said in job.before]) == ("Go on", (), [()] * len(job.before))
+    assert job.before[0].text == "*a.png (a picture)*\n\nWhat is it?"
 
 
 Case = tuple[Callable[[Path], tuple[str | Path, ...]], int, str]

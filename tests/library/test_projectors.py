@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from edgelm.backends.llama import build
 from edgelm.backends.projectors import fitting_projector
 from edgelm.base.config import Settings
-from edgelm.base.errors import ModelError
+from edgelm.base.errors import EngineError, ModelError
+from edgelm.base.machine.llama_build import INSTALL
 from edgelm.checkpoints.gguf import open_gguf
-from edgelm.checkpoints.projector import read_projector, require_fit
+from edgelm.checkpoints.projector import ANOTHER, read_projector, require_fit
 from edgelm.checkpoints.summary import model_summary
 from edgelm.library.projectors import find_projector, projector_of
 from edgelm.library.scan import scan
@@ -134,6 +136,19 @@ def test_a_projector_of_another_model_is_refused_by_its_size(tmp_path: Path) -> 
     assert fitting_projector(Settings(), tmp_path / "m.gguf", model, problems.append) is None
     assert len(problems) == 1
     assert "another model" in problems[0]
+    assert problems[0].endswith(f"; {ANOTHER}")
+
+
+def test_where_libmtmd_is_missing_the_note_says_what_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load() -> None:
+        raise EngineError("this build has no libmtmd, which encodes pictures", INSTALL)
+
+    monkeypatch.setattr(build, "load_mtmd", load)
+    notes: list[str] = []
+    assert build._usable(tmp_path / "mmproj-m.gguf", Settings(), notes.append) is None
+    assert notes == [f"no pictures are read: this build has no libmtmd, which encodes pictures; {INSTALL}"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +22,7 @@ from edgelm.server.routes.ollama import _running
 from tests.library.test_ollama_store import store_model
 from tests.ports import free_port
 from tests.server.fake_engines import footprint
-from tests.server.harness import ENDLESS, Front, serving, until
+from tests.server.harness import ENDLESS, Front, read_line, serving, until
 
 FAST = {"options": {"num_predict": 3, "temperature": 0}}
 
@@ -159,7 +162,28 @@ def test_a_model_of_ollamas_store_answers_at_the_second_port(own: dict[str, str]
             asked = {"model": "small:1b", "prompt": "the", "raw": True, "stream": False} | FAST
             assert free.post(f"{second}/api/generate", json=asked, timeout=60).json()["done"]
             assert front.ps("ollama:small:1b")["state"] == "ready"
+            shown, listed = (
+                subprocess.run(
+                    [sys.executable, "-m", "edgelm", "ps", *flags], env=own, capture_output=True, text=True, check=True
+                ).stdout
+                for flags in ([], ["--json"])
+            )
+            assert f"at {front.address}, for Ollama's clients at {second} (pid {front.process.pid})" in shown
+            assert json.loads(listed)["ollama_address"] == second
     assert blob.stat().st_mtime_ns == before.st_mtime_ns
+
+
+def test_the_start_tells_both_addresses(own: dict[str, str]) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "edgelm", "serve", "--port", "0", "--ollama-port", str(port)]
+    with subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as server:
+        try:
+            line = read_line(server).decode()
+        finally:
+            server.terminate()
+    assert re.fullmatch(
+        rf"edgelm listens at http://127.0.0.1:\d+/v1, and for Ollama's clients at http://127.0.0.1:{port} .*\n", line
+    )
 
 
 @pytest.mark.parametrize(

@@ -678,6 +678,24 @@ def test_run_answers_through_the_front(remote: Setting) -> None:
     assert "it fell over" in failed.stderr
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["convert", "x.gguf"], ["quantize", "x.gguf", "--to", "Q8_0"], ["rm", "--yes"], ["doctor", "--gpu"]),
+        *(["show"], ["plan"], ["pull"], ["serve", "--port", "0"], ["eval", "x.txt", "--against", "plain"]),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_command_that_needs_the_files_says_where_the_model_runs(
+    remote: Setting, words: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "x.txt").write_text("text")
+    command, *rest = (str(tmp_path / word) if word.startswith("x.") else word for word in words)
+    done = remote.command(command, "starter" if command == "eval" else "plain", *rest)
+    assert done.returncode == 1, done.stdout
+    assert done.stderr.startswith(f"error: plain runs on another server ({remote.address}/plain/v1): its files are not")
+
+
 def test_list_and_ps_mark_it(remote: Setting) -> None:
     rows = {row["name"]: row for row in json.loads(remote.command("list", "--json").stdout)}
     assert rows["plain"]["place"] == "remote"

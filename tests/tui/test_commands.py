@@ -21,6 +21,7 @@ from edgelm.tui.commands.table import (
     parse_call,
 )
 from edgelm.tui.dialogs.params import PARAMS, parse_params
+from edgelm.tui.terminal_input import InputParser
 from tests.tui.conftest import Open
 from tests.tui.fake_endpoint import ANSWER
 
@@ -223,6 +224,28 @@ async def test_the_title(open_chat: Open) -> None:
         await chat.press("f4")
         await chat.until(lambda: chat.screen.pane.editing is not None)
         await chat.ask("something else")
+        assert chat.session.chat.title == "My title"
+
+
+@pytest.mark.parametrize("state", ["new", "answered", "answering"])
+async def test_a_title_is_typed_faster_than_its_dialog_opens(open_chat: Open, state: str) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        if state == "answered":
+            await chat.ask("q")
+        if state == "answering":
+            chat.endpoint.stall_after = 1
+            await chat.ask_only("q")
+            await chat.until(lambda: chat.answer is not None and chat.answer.has_begun)
+        for event in InputParser().feed("\x1bOQMy title\r"):  # in one read of the terminal
+            chat.app.post_message(event)
+        await chat.until(lambda: chat.session.chat.title == "My title", "renamed")
+        assert chat.prompt.text == ""
+        if state == "answering":
+            chat.endpoint.stall_after = None
+            await chat.press("escape")
+            await chat.answered()
+        await chat.ask("q")
         assert chat.session.chat.title == "My title"
 
 

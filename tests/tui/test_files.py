@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from textual import events
 
+from edgelm.tui.terminal_input import InputParser
 from tests.tui.conftest import Driver, Open
 from tests.tui.test_mouse import click
 
@@ -121,6 +122,26 @@ async def test_keys_that_come_at_once_attach_a_file_too(open_chat: Open, folder:
         await has(chat, "src/notes.md")
         assert chat.turns == []
         assert chat.prompt.text == ""
+
+
+async def at_once(chat: Driver, typed: str) -> None:
+    """Let the terminal send keys in one read."""
+    for event in InputParser().feed(typed):
+        chat.app.post_message(event)
+    await chat.pilot.pause()
+
+
+async def test_keys_behind_a_file_in_one_read_are_the_message(open_chat: Open, folder: Path) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await at_once(chat, "@notes\rWhat is it?\r@nosuch\r")
+        await chat.until(lambda: len(chat.turns) == 2 and chat.answer is None, "answered")
+        assert last_content(chat) == "src/notes.md:\n```\n# Notes\n```\n\nWhat is it?"
+        assert chat.prompt.text == "@nosuch", "it could not be sent during the answer"
+        chat.prompt.put("")
+        await at_once(chat, "@src/not\t\rgo on\r")
+        await chat.until(lambda: len(chat.turns) == 4 and chat.answer is None, "answered")
+        assert chat.turns[2] == ("user", "go on")
 
 
 async def test_a_folder_is_opened_by_tab_and_by_mouse(open_chat: Open, folder: Path) -> None:

@@ -258,6 +258,7 @@ async def test_help_with_a_question_reads_the_guide_for_this_question_alone(open
         assert chat.turns[0] == ("user", "How do I pull a model?")
         assert [role for role, _ in sent(chat)[0]] == ["system", "user"]
         assert "pull" in sent(chat)[0][0][1]
+        assert sent(chat)[0][1] == ("user", "how do i pull a model?"), "capitals would change the choice"
         await chat.sees("▸ read: 1 ")
         assert chat.session.chat.knowledge == ()
         await chat.press("f4")

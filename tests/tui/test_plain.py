@@ -664,6 +664,12 @@ async def test_pictures_are_sent_to_a_model_that_sees(
     first, second = ([message["content"] for message in request["messages"]] for request in endpoint.requests)
     assert [part["type"] for part in first[0]] == ["image_url", "text"]
     assert second == [first[0], "red", "Which colour?"]
+    endpoint.seeing = []
+    text = await talk("/chats", "/open 1", "And now?", "And then?")
+    assert text.count("left out for starter, which reads no images: cat.png\n") == 1
+    contents = [message["content"] for message in endpoint.requests[-1]["messages"]]
+    assert contents[0] == "*cat.png (a picture)*\n\ncat.png, what is it?"
+    assert contents[-1] == "And then?"
 
 
 async def test_files_are_attached_by_command_and_by_name(

@@ -21,7 +21,7 @@ from edgelm.tui.prompt.room import require_sight
 from edgelm.tui.transcript.picture_rows import half_blocks
 from tests.base.workers.test_pictures import png
 from tests.tui.conftest import Driver, Open
-from tests.tui.fake_endpoint import FakeEndpoint
+from tests.tui.fake_endpoint import ANSWER, FakeEndpoint
 from tests.tui.test_files import has, paste
 
 HALF = "▀"
@@ -100,7 +100,7 @@ async def test_a_large_picture_is_sent_small(open_chat: Open, folder: Path) -> N
         assert Image.open(io.BytesIO(data)).format == "JPEG"
 
 
-async def test_a_picture_that_nobody_would_see_is_refused_in_one_line(open_chat: Open, folder: Path) -> None:
+async def test_a_picture_that_nobody_sees_is_refused_and_an_earlier_one_left_out(open_chat: Open, folder: Path) -> None:
     async with open_chat() as chat:
         await chat.ready()
         await chat.ask_only("/attach cat.png")
@@ -114,12 +114,13 @@ async def test_a_picture_that_nobody_would_see_is_refused_in_one_line(open_chat:
         await chat.ask("What is it?")
         await chat.ask("/model qwen3-4b-q4_k_m.gguf")
         await chat.until(lambda: chat.session.chat.model == "qwen3-4b-q4_k_m.gguf", "another model")
-        num_requests = len(chat.endpoint.requests)
-        chat.prompt.put("Go on")
-        await chat.press("enter")
-        await chat.hears("qwen3-4b-q4_k_m.gguf reads no images: cat.png is not sent; these do: starter")
-        assert len(chat.endpoint.requests) == num_requests
-        assert chat.prompt.text == "Go on"
+        await chat.ask("Go on")
+        await chat.hears("left out for qwen3-4b-q4_k_m.gguf, which reads no images: cat.png")
+        sent = ["*cat.png (a picture)*\n\nWhat is it?", ANSWER, "Go on"]
+        assert [message["content"] for message in chat.endpoint.requests[-1]["messages"]] == sent
+        chat.app.clear_notifications()
+        await chat.ask("And on")
+        assert not any("left out" in note.message for note in chat.app._notifications), "told once"
 
 
 @pytest.mark.parametrize(

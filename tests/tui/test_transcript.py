@@ -18,7 +18,7 @@ from edgelm.chats.export_html import to_html
 from edgelm.chats.formulas import keep_formulas
 from edgelm.chats.history import Chat, Message, Tree
 from edgelm.client.answer_stream import AnswerStats
-from edgelm.tui.lines import FoldedRow, clean, cut_name, text_width, wrap_cells, wrap_words
+from edgelm.tui.lines import FoldedRow, FootRow, clean, cut_name, text_width, wrap_cells, wrap_words
 from edgelm.tui.palette import Palette, contrast, make_palette
 from edgelm.tui.prompt.box import History
 from edgelm.tui.status import Status, status_text
@@ -275,6 +275,12 @@ def test_a_long_name_leaves_room_for_figures(width: int, expected: str) -> None:
 )
 def test_a_name_is_cut_between_words(name: str, width: int, cut: str) -> None:
     assert cut_name(name, width) == cut
+
+
+def test_what_an_answer_waits_for_has_room_beside_a_long_name() -> None:
+    row = FootRow(["smollm2:135m-q4_1", "loading the model 100 %, 8 s"], kept=2)
+    (line,) = row.draw(36, PALETTE)
+    assert line.text.plain == "smollm2… · loading the model 100 %,…"
 
 
 def test_history() -> None:

@@ -11,6 +11,7 @@ import asyncio
 from edgelm.base.errors import RequestError
 from edgelm.chats.history import Message
 from edgelm.client.endpoint import ChatRequest, Client
+from edgelm.client.link import sees
 from edgelm.client.probing import Alternative, alternatives, pieces
 from edgelm.client.session import Session
 from edgelm.client.turns import Turn
@@ -54,7 +55,8 @@ async def explore(face: ScreenFace, argument: str) -> None:
     await face.reader.require_consent(session, message.model)
     # A thought comes before the first token; its alternatives are those of the thought.
     first = 1 if message.reasoning else 0
-    dialog = ExploreScreen(message.model, AnswerTokens(client, session, message), first)
+    pictures = await sees(workspace.link, message.model)
+    dialog = ExploreScreen(message.model, AnswerTokens(client, session, message, pictures=pictures), first)
     begun = await face.app.push_screen_wait(dialog)
     if begun is not None and session is workspace.session:
         workspace.require_no_answer()
@@ -133,10 +135,10 @@ async def _edgelm(face: ScreenFace, things: str) -> Client:
 class AnswerTokens:
     """The tokens of an answer of a chat, and their alternatives, from the model that wrote it."""
 
-    def __init__(self, client: Client, session: Session, message: Message) -> None:
+    def __init__(self, client: Client, session: Session, message: Message, *, pictures: bool) -> None:
         self._client = client
         self._message = message
-        past, turns = session.turns(message)
+        past, turns = session.turns(message, pictures=pictures)
         self._request = ChatRequest(message.model, turns, session.chat.sampling, past)
 
     async def pieces(self) -> list[str]:

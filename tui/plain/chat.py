@@ -102,6 +102,9 @@ class PlainChat:
     def answer_progressed(self, answer: Answer, activity: str, stats: AnswerStats | None) -> None:
         self._spoken_of(answer).progressed(activity)
 
+    def answer_noted(self, answer: Answer, note: str) -> None:
+        self._writer.line(one_line(note))
+
     def answer_ended(self, answer: Answer) -> None:
         self._workspace.chats[answer.session.chat.id] = answer.session.chat
         self._spoken_of(answer).ended()

@@ -77,8 +77,7 @@ class PlainFiles:
             if path := _existing(match[1]):
                 await self._add(path)
         text = _WORD.sub(lambda match: match[1] if _existing(match[1]) else match[0], text)
-        pictures = [attachment for attachment in (*self._attached, *self._sent()) if attachment.kind == "image"]
-        await require_sight(self._workspace.link, self._workspace.model, pictures)
+        await require_sight(self._workspace.link, self._workspace.model, self._attached)
         attached, self._attached = tuple(self._attached), []
         return text, attached
 

@@ -243,7 +243,7 @@ class Attaching:
         """Wait until all files are read, and raise RequestError where the user should see something before sending."""
         self._workspace.require_no_answer()
         await self._idle.wait()
-        await require_sight(self._workspace.link, self._workspace.model, (*self.attachments, *self._sent()))
+        await require_sight(self._workspace.link, self._workspace.model, self.attachments)
         if await self._look(self._workspace.session):
             names = ", ".join(f"{one_line(notice.attachment.name)} {notice.words}" for notice in self._notices)
             raise RequestError(names, "Enter sends all the same; Shift+Tab and Enter attach a changed file again")

@@ -6,7 +6,7 @@ or of what commands do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.text import Text
@@ -117,9 +117,6 @@ class Prompt(TextArea):
 
         command: str
 
-    class Taken(Event):
-        """Enter was pressed while files are listed."""
-
     class Emptied(Event):
         """Backspace was pressed in an empty prompt."""
 
@@ -154,7 +151,7 @@ class Prompt(TextArea):
         self.ran = History()  # commands for the shell
         self.is_shell = False  # the text is a command: each character of it came by a key since `!` or /shell
         self._is_typing = False  # a key writes
-        self.begins_picking: Callable[[], bool] = bool  # whether the cursor is behind an @word that no list shows yet
+        self.take_file: Callable[..., Awaitable[bool]] = _no_file  # of the @word before the cursor, if there is one
         self._blinking: Timer | None = None  # until the cursor stands still
         self.offering = False  # Down moves into the list above while there is no text
         self.offers_command = False  # Tab runs it while there is no text
@@ -213,12 +210,9 @@ class Prompt(TextArea):
             self._is_typing = False
 
     async def _take_key(self, event: events.Key) -> None:
-        if event.key == "enter" and (self.picking or (not self.is_shell and self.begins_picking())):
+        if event.key == "enter":
             self._consume(event)
-            self.post_message(self.Taken())
-        elif event.key == "enter":
-            self._consume(event)
-            self.action_send()
+            await self.action_take()
         elif not self.text and (event.key == "backspace" or event.character == "!") and self._begin(event.key):
             self._consume(event)
         elif event.key in LINE_BREAK_KEYS:
@@ -233,14 +227,10 @@ class Prompt(TextArea):
         elif event.key in ("pageup", "pagedown"):
             self._consume(event)
             self.post_message(self.Paged(-1 if event.key == "pageup" else 1))
-        elif event.key in ("up", "down") and self._walk_history(event.key):
-            self._consume(event)
-        elif event.key == "tab" and (
-            self.picking or self.is_shell or self.text.startswith("/") or (self.offers_command and not self.text)
+        elif (event.key in ("up", "down") and self._walk_history(event.key)) or (
+            event.key == "tab" and await self.action_complete()
         ):
             self._consume(event)
-            if not self.is_shell:
-                self.post_message(self.TabPressed())
         else:
             await super()._on_key(event)
 
@@ -338,11 +328,19 @@ class Prompt(TextArea):
         self.refresh_bindings()
         self.post_message(self.Typed(self.text))  # the list above follows
 
-    def action_take(self) -> None:
-        self.post_message(self.Taken())
+    async def action_take(self) -> None:
+        """Attach the chosen file, or send the text."""
+        if self.is_shell or not await self.take_file(opens=False):
+            self.action_send()
 
-    def action_complete(self) -> None:
-        self.post_message(self.TabPressed())
+    async def action_complete(self) -> bool:
+        """Complete an @word or a command; return whether there is one."""
+        if self.is_shell or await self.take_file(opens=True):
+            return True
+        completes = self.text.startswith("/") or (self.offers_command and not self.text)
+        if completes:
+            self.post_message(self.TabPressed())
+        return completes
 
     def action_break_line(self) -> None:
         self.insert("\n")
@@ -368,6 +366,10 @@ class Prompt(TextArea):
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
         if self.text and self.sent.shows(self.text) and self._walk_history("down"):
             self._consume(event)
+
+
+async def _no_file(*, opens: bool) -> bool:  # noqa: ARG001
+    return False
 
 
 class Completion(Widget):

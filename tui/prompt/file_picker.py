@@ -5,6 +5,7 @@ Owns when the list opens, and what becomes of the @word. Knows nothing of how fi
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
@@ -17,6 +18,7 @@ from edgelm.tui.prompt.box import Completion, Prompt
 from edgelm.tui.prompt.file_list import FileList, word_before
 
 Place = tuple[int, int]  # row and column
+WAIT_S = 2.0  # for the files of a slow disk, with the keys behind Enter or Tab
 
 
 class FilePicker:
@@ -36,13 +38,11 @@ class FilePicker:
         self._files: FileList | None = None  # of the list that is open
         self._listed: str | None = None  # the word that the list shows the files for
         self._left: Place | None = None  # the @word that the user closed the list for
-        self._pending: bool | None = None  # take the first file once it is listed; True: open it if it is a folder
 
     def typed(self) -> bool:
         """Take note of a change of the text; return whether the list shows files."""
         place, word = self._word()
         if place is None or place == self._left:
-            self._pending = None
             if place is None:
                 self._left = None
             was_picking, self._files = self._prompt.picking, None
@@ -53,7 +53,7 @@ class FilePicker:
             return False
         self._left = None
         if self._files is None:
-            self._files = FileList()
+            self._files, self._listed = FileList(), None
         self._prompt.picking = True
         self._prompt.offering = False
         self._run(self._list(self._files, word))
@@ -66,17 +66,26 @@ class FilePicker:
             self._files = None
             self._prompt.picking = self._prompt.completing = False
 
-    def take(self, *, opens: bool) -> None:
-        """Attach the chosen file; `opens`: of a folder, list what it holds."""
+    async def take(self, *, opens: bool) -> bool:
+        """Attach the chosen file, or the first once they are listed; `opens`: of a folder, list what it holds.
+
+        Return whether the key was for a file. The prompt reads its next key behind it: keys are faster than the disk.
+        """
+        if not self.typed() or self._files is None:
+            return False
         _, word = self._word()
-        if self._listed != word:  # keys are faster than the disk
-            self._pending = opens
-            return
+        if self._listed != word:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._list(self._files, word), WAIT_S)
+            if self._listed != word or not self._prompt.picking:  # too slow, or the list was closed meanwhile
+                return True
         chosen = self._completion.chosen
-        if chosen is not None:
-            self._choose(chosen, opens=opens and chosen.help != "this folder")
-        else:
-            self._give_up(sends=not opens)
+        if chosen is None:  # no file fits: the word is a word
+            self.leave()
+            return opens
+        self._choose(chosen, opens=opens and chosen.help != "this folder")
+        self.typed()
+        return True
 
     def click(self, suggestion: Suggestion) -> None:
         """Attach a clicked file, or open a clicked folder, whose first line attaches it."""
@@ -96,16 +105,6 @@ class FilePicker:
         with suppress(EdgeLMError):  # a home that is not known
             self._attach(full_path(suggestion.text))
 
-    def _give_up(self, *, sends: bool) -> None:
-        """No file fits: the word is a word."""
-        self.leave()
-        if sends:
-            self._prompt.call_later(self._send)  # an event that the pane sends stops at the pane
-
-    def _send(self) -> None:
-        if self._prompt.text:  # it may be sent already: the files alone are no message
-            self._prompt.action_send()
-
     async def _list(self, files: FileList, word: str) -> None:
         suggestions = await in_daemon_thread(lambda: files.matches(word))
         if files is not self._files or self._word()[1] != word:
@@ -113,9 +112,6 @@ class FilePicker:
         self._listed = word
         self._completion.show_for(f"@{word}", suggestions)
         self._prompt.completing = bool(suggestions)
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            self.take(opens=pending)
 
     def _word(self) -> tuple[Place | None, str]:
         """Return the place of the @word before the cursor, and the word without its @.

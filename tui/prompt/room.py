@@ -17,7 +17,7 @@ from edgelm.chats.attachments import Attachment, with_attachments
 from edgelm.chats.history import Message, split_sent
 from edgelm.client.answer_stream import stats_from_json
 from edgelm.client.endpoint import Client
-from edgelm.client.link import Link
+from edgelm.client.link import Link, sees
 from edgelm.client.session import Session
 from edgelm.library.local import SEEING
 from edgelm.tui.lines import short_name
@@ -67,7 +67,7 @@ async def require_sight(link: Link, model: str, attachments: Sequence[Attachment
     if picture is None:
         return
     try:
-        if not (await link.client()).is_edgelm or await _sees(link, model):
+        if await sees(link, model):
             return
         others = [short_name(entry.id) for entry in await link.models() if entry.pictures]
     except EdgeLMError:  # it is told when the message is sent
@@ -75,17 +75,6 @@ async def require_sight(link: Link, model: str, attachments: Sequence[Attachment
     name = short_name(model) or "this model"
     hint = f"these do: {', '.join(others[:MAX_NAMED])}" if others else f"edgelm pull {SEEING} gets a model that does"
     raise RequestError(f"{name} reads no images: {picture.name} is not sent", hint)
-
-
-async def _sees(link: Link, model: str) -> bool:
-    """Return whether a model reads pictures; a list that says no is renewed: its projector may be here now."""
-    for again in (False, True):
-        entries = await link.models(again=again)
-        named = [entry for entry in entries if entry.id == model]
-        # A remote one may see. One that is in no list is a file: whether it is there, the answer to the message tells.
-        if not named or any(entry.pictures or entry.remote for entry in named):
-            return True
-    return False
 
 
 async def counted(link: Link, model: str, attachment: Attachment) -> Attachment:

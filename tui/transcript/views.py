@@ -242,12 +242,13 @@ class MessageView:
 
     def _foot(self) -> list[Row]:
         """Return the quiet line: of an answer always, so that none moves up when its figures come."""
-        message = self.message
+        message, kept = self.message, 1
         if message.role == "user":
             parts: list[str] = []
         elif self.live:
             begun = "thinking" if message.reasoning and not message.text else "writing"
             parts = [short_name(message.model), begun if message.text or message.reasoning else self._status]
+            kept = 2  # what it waits for
         else:
             parts = [
                 short_name(message.model),
@@ -255,7 +256,7 @@ class MessageView:
             ]
         if not any(parts) and self._num_versions == 1:
             return []
-        return [FootRow(parts, version=self._version, num_versions=self._num_versions)]
+        return [FootRow(parts, kept=kept, version=self._version, num_versions=self._num_versions)]
 
     def _saved_figures(self) -> ThoughtFigures:
         stats = stats_from_json(self.message.stats) if self.message.reasoning else None

@@ -325,7 +325,7 @@ def _usable(projector: Path | None, settings: Settings, warn: Callable[[str], No
     except EngineError as error:
         if settings.mmproj != "auto":
             raise
-        warn(f"no pictures are read: {error.message}")
+        warn(f"no pictures are read: {error}")
         return None
     return projector
 

@@ -46,6 +46,9 @@ SMALL_TALK = (
     "I know no jokes, but I can tell you how to use edgelm.",
     "All right. Ask me about edgelm when you like.",
 )
+_GREETINGS = frozenset(
+    "hi|hello|hey|hi there|hello there|good morning|hallo|guten tag|bonjour|salut|hola|你好|您好".split("|")
+)
 _LARGER = "A larger model for this machine"
 _SIZE = re.compile(r"\b\d+(?:[.,]\d+)?\s*(?:b|[kmg]i?b)\b", re.IGNORECASE)  # the guide has other examples
 _COMPUTER = re.compile(r"\b(?:laptop|notebook|macbook|computer|pc)\b", re.IGNORECASE)
@@ -63,6 +66,8 @@ def starter_passages(knowledge: Knowledge, question: str, larger: str | None, co
     knowledge.refresh([GUIDE])
     last = larger_model(larger)
     original, language = question, language_of(question)
+    if _folded(original) in _GREETINGS:
+        return [last]
     asked = _listed().get(_folded(original), set())
     question = _SIZE.sub("", in_english(question, language) if language else _COMPUTER.sub("machine", question))
     if language and not question and not asked:
@@ -138,6 +143,8 @@ def starter_answers(passages: Sequence[Passage], question: str = "") -> list[str
     It quotes them, says that it does not know, or gives one of its own sentences: so it names no command that does not
     exist. To a question in another language, which it cannot read, it quotes what there is.
     """
+    if _folded(question) in _GREETINGS:
+        return [SMALL_TALK[0]]
     if (language := language_of(question)) and (about := [p for p in passages if p.heading != _LARGER]):
         return ["\n\n".join([LINES[language], *(passage.text.strip("\n") for passage in about)])]
     answers = list(SMALL_TALK)

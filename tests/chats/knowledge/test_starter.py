@@ -98,3 +98,27 @@ def test_a_question_about_something_else_finds_nothing(knowledge: Knowledge) -> 
 def test_every_section_of_the_guide_can_be_quoted() -> None:
     for section in sections():
         assert section.text.strip() in starter_answers([Passage(section.topic, section.title, section.text)])
+
+
+NEWCOMERS = {
+    "How do I get a bigger model?": "Download a model",
+    "MAKE IT USE LESS MEMORY": "Out of memory: the model does not fit",
+    "can I use my GPU?": "Use an NVIDIA GPU",
+    "can it call tools?": "Use tools of MCP servers in the chat",
+    "how do I use a picture with a model": "What can be attached",
+    "Which models are good for coding?": "Choose a first model",
+    "Wie kann ich den Speicherverbrauch verringern?": "Out of memory: the model does not fit",
+    "Wo werden meine Chats gespeichert?": "What edgelm stores about conversations",
+    "Wie benutze ich edgelm mit Python?": "Use the OpenAI API",
+    "\u600e\u6837\u51cf\u5c11\u5185\u5b58\u5360\u7528\uff1f": "Out of memory: the model does not fit",
+}
+
+
+@pytest.mark.parametrize(("question", "title"), NEWCOMERS.items())
+def test_what_newcomers_ask_has_its_section(knowledge: Knowledge, question: str, title: str) -> None:
+    assert starter_passages(knowledge, question, None)[0].heading == title
+
+
+@pytest.mark.parametrize("text", ["Hi", "hello!", "Guten Tag", "\u4f60\u597d"])
+def test_a_greeting_is_answered_by_one(knowledge: Knowledge, text: str) -> None:
+    assert starter_answers(starter_passages(knowledge, text, None), text) == [SMALL_TALK[0]]
