@@ -9,11 +9,13 @@ import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import UTC, datetime
 from functools import partial
@@ -41,6 +43,7 @@ from edgelm.base.sampling import SamplingParams
 from edgelm.base.workers.messages import EngineJob
 from edgelm.checkpoints.summary import ModelFacts
 from edgelm.engine.core import Chunk, Load, Op, Save, Sequence, Step
+from tests.server.harness import serving
 from tests.tiny import write_tiny
 
 STARTER = Path(__file__).resolve().parent.parent / "models" / "starter" / "starter.gguf"
@@ -52,6 +55,7 @@ NUM_TOKENS = 12
 TOLERANCE = 0.02  # of the range of the logits
 CONTEXT = 512
 SEQUENCES = 2
+LIMIT_S = 600  # of a command or a request
 QUICK = ("-p", "16", "-n", "2", "-r", "1", "--json")
 MIB = 2**20
 REPORTED = re.compile(r"Vulkan0 (model|KV|compute) buffer size = +([\d.]+) MiB")
@@ -251,10 +255,37 @@ def doctor() -> str:
     return text
 
 
+def two_models(folder: Path) -> str:
+    """Serve two models, which a first request each loads on the device at the same time; both answer as the processor."""
+    second = folder / "second.gguf"
+    shutil.copyfile(STARTER, second)
+    places = {f"EDGELM_{kind}_DIR": str(folder / kind.lower()) for kind in ("CONFIG", "DATA", "CACHE", "RUNTIME")}
+    flags = ("--device", "gpu", "--ctx", str(CONTEXT))
+    with serving(os.environ | places, STARTER, second, *flags, log=folder / "serve.log") as front:
+        front.http.timeout = LIMIT_S
+        names = [model["id"] for model in front.http.get("/v1/models").json()["data"]]
+
+        def answer(name: str) -> str:
+            reply = front.chat(name, PROMPT, max_tokens=NUM_TOKENS, temperature=0)
+            assert reply.status_code == 200, reply.text
+            text: str = reply.json()["choices"][0]["message"]["content"]
+            return text
+
+        with ThreadPoolExecutor() as pool:
+            texts = list(pool.map(answer, names))
+        devices = {model["model"]: model["device"] for model in front.ps()["models"]}
+    # Of the starter, `run` would read edgelm's guide.
+    limits = ("--max-tokens", str(NUM_TOKENS), "--temperature", "0", "--ctx", str(CONTEXT))
+    alone = edgelm("run", str(second), PROMPT, *limits, "--device", "cpu")
+    assert texts == [alone.stdout.rstrip("\n")] * 2, (texts, alone)
+    assert list(devices.values()) == ["Vulkan0"] * 2, devices
+    return f"{', '.join(devices)}: {texts[0]!r}"
+
+
 def edgelm(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "edgelm", *arguments]
     environment = os.environ | variables
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S)
 
 
 def checks(folder: Path) -> dict[str, Callable[[], str]]:
@@ -288,6 +319,7 @@ def checks(folder: Path) -> dict[str, Callable[[], str]]:
         "promised memory": promised,
         "edgelm plan": planned,
         "edgelm run": command_line,
+        "two models at once": partial(two_models, folder),
         "edgelm doctor": doctor,
     }
 

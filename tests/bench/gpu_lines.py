@@ -306,7 +306,7 @@ def chat_row(command: list[str], environment: dict[str, str], folder: Path) -> s
         tmux("send-keys", "Enter")
         _until(lambda: "not used" in tmux("capture-pane", "-p"), 20)
         parts = (line.split("│")[-1].strip() for line in tmux("capture-pane", "-p").splitlines())
-        return "\n".join(part for part in parts if "not used: " in part)
+        return next((part for part in parts if "used: " in part), "")
     finally:
         tmux("kill-server")
 
