@@ -53,6 +53,7 @@ LONG_FILES = (
     "tests/models/test_starter.py",
     "tests/jobs/test_structured_answers.py",
     "tests/backends/torch/test_executor.py",
+    "tests/backends/torch/test_heads.py",
     "tests/backends/torch/test_fake_gpu_failures.py",
     "tests/backends/torch/test_load_tuning.py",
     "tests/backends/torch/test_row_counts.py",

@@ -27,7 +27,7 @@ from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
 from edgelm.backends.torch.failures import gpu_errors
 from edgelm.backends.torch.sampler import DeviceSampler, RowRequest
 from edgelm.backends.torch.trial import nan_filled
-from edgelm.base.errors import EngineError, OutOfMemoryError
+from edgelm.base.errors import EngineError, ModelError, OutOfMemoryError
 from edgelm.base.sampling import SamplingParams
 from edgelm.checkpoints.gguf import GGUF
 from edgelm.engine.core import LAST, Chunk, StateSpan, Step
@@ -379,11 +379,14 @@ def _run_ahead(executor: TorchExecutor) -> Tensor:
 def _some_layers(
     model: OpenedModel, device: torch.device, dtype: torch.dtype, quantize: str
 ) -> tuple[Decoder, NextHead | None]:
-    """Load layers of each kind, the ends of the model, and its head that predicts ahead."""
+    """Load layers of each kind, the ends of the model, and its head that predicts ahead, if it can be loaded."""
     config, source = weights_of(model, quantize)
     layers = layers_to_try(config, model.gguf)
     decoder = load(config, source, device, dtype, "triton", context=CONTEXT, only_layers=layers)
-    return decoder, load_next_head(decoder, *weights_of(model.with_head, quantize), CONTEXT)
+    try:
+        return decoder, load_next_head(decoder, *weights_of(model.with_head, quantize), CONTEXT)
+    except ModelError:  # the model runs without it
+        return decoder, None
 
 
 def layers_to_try(config: ModelConfig, gguf: GGUF | None) -> list[int]:

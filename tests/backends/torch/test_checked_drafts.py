@@ -86,3 +86,12 @@ def test_a_kernel_that_is_wrong_for_the_head_is_found(
     with open_model(model) as alone, open_heads(alone, heads) as opened:
         keys = [check_key(one, Settings(), "f16") for one in (alone, opened)]
     assert (keys[0] != keys[1]) is apart, "the kept verdict is of these heads"
+
+
+def test_a_model_is_checked_without_a_head_that_cannot_be_loaded(tmp_path: Path) -> None:
+    with (
+        open_model(write_odd(tmp_path / "m.gguf", "qwen35", heads=0.5, drop="blk.4.ffn_up")) as model,
+        torch.inference_mode(),
+    ):
+        _, head = self_check._some_layers(model, torch.device("cpu"), torch.float32, "off")
+    assert head is None

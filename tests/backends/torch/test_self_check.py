@@ -308,7 +308,7 @@ def test_graphs_are_compared_with_a_token_that_only_the_device_knows(
     monkeypatch.setattr(self_check, "TorchExecutor", Replayed)
     comparison = Comparison(lambda *_: None)
     with open_model(model) as opened, observed_by(lambda op, kernel, plain, args: plain), torch.inference_mode():
-        decoder = self_check._some_layers(opened, torch.device("cpu"), torch.float32, None)
+        decoder = self_check._some_layers(opened, torch.device("cpu"), torch.float32, "off")[0]
         plain = TorchExecutor(decoder, self_check._options("f16"))
         self_check._check_graph(decoder, "f16", plain, comparison)
     (verdict,) = comparison.verdicts.values()
