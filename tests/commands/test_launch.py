@@ -282,7 +282,7 @@ def test_a_file_that_the_server_was_given_has_its_name_everywhere(
             for words, message in (
                 (["convert", "Elsewhere", str(tmp_path / "new.gguf")], "error: Elsewhere is a GGUF already"),
                 (["rm", "Elsewhere", "--yes"], "error: Elsewhere is your own file"),
-                (["doctor", "--gpu", "Elsewhere", "--out", str(tmp_path)], f"error: {tmp_path} cannot be written"),
+                ([*"doctor --gpu Elsewhere --out".split(), str(tmp_path)], f"error: {tmp_path} cannot be written"),
             ):
                 shown = subprocess.run(
                     [*serve[:4], *words], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
