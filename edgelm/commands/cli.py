@@ -78,8 +78,7 @@ COMMANDS: Mapping[str, Command | Group] = {  # in the order of `edgelm --help`
         "Remove models from the hub's cache, with all bytes that nothing else uses. Your own files are never removed.",
     ),
     "serve": Command(
-        "serve.serve_models",
-        "Serve the models here to other programs, in the dialects of OpenAI, Anthropic and Ollama.",
+        "serve.serve_models", "Serve the models to other programs, in the dialects of OpenAI, Anthropic, Ollama."
     ),
     "share": Command(
         "share.share_models",

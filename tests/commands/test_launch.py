@@ -280,7 +280,7 @@ def test_a_file_that_the_server_was_given_has_its_name_everywhere(
             for words, message in (
                 (["convert", "Elsewhere", str(tmp_path / "new.gguf")], b"error: Elsewhere is a GGUF already"),
                 (["rm", "Elsewhere", "--yes"], b"error: Elsewhere is your own file"),
-                (["doctor", "--gpu", "Elsewhere", "--out", str(tmp_path)], f"error: {tmp_path} cannot be".encode()),
+                ([*"doctor --gpu Elsewhere --out".split(), str(tmp_path)], f"error: {tmp_path} cannot be".encode()),
             ):
                 done = Edgelm(environment)(*words)
                 assert (done.returncode, done.stderr.startswith(message)) == (1, True), done.stderr

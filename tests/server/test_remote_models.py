@@ -681,7 +681,7 @@ def test_run_answers_through_the_front(remote: Setting) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        *(["convert", "x.gguf"], ["quantize", "x.gguf", "--to", "Q8_0"], ["rm", "--yes"], ["doctor", "--gpu"]),
+        *(["convert", "x.gguf"], ["quantize", "x.gguf", "--to", "Q8_0"], ["rm", "--yes"], "doctor --gpu".split()),
         *(["show"], ["plan"], ["pull"], ["serve", "--port", "0"], ["eval", "x.txt", "--against", "plain"]),
     ],
     ids=lambda words: words[0],
