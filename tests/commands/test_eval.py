@@ -468,7 +468,7 @@ def test_invalid_texts(edgelm: Edgelm, models: Path, tmp_path: Path, monkeypatch
         assert expected in job_error(model, file), file
     assert "no token" in job_error(model, with_bytes("mark.txt", b"\xef\xbb\xbf"), stride=5)
     latin = with_bytes("latin.txt", b"caf\xe9 and more")
-    assert "latin.txt is not valid UTF-8 (byte 0xe9 at 3)" in error_of(edgelm("eval", model, latin))
+    assert "latin.txt is not valid UTF-8 (byte 0xe9 at 3)" in error_of(edgelm.process("eval", model, latin))
 
 
 def test_impossible_comparisons(
@@ -494,7 +494,7 @@ def test_impossible_comparisons(
     damaged = tmp_path / "cut.gguf"
     damaged.write_bytes(model.read_bytes()[:200_000])
     assert "cut.gguf is cut short" in job_error(model, text, against=EvalSide(damaged, "f16"))
-    message = error_of(edgelm("eval", model, text, "--against", models / "other.gguf"))
+    message = error_of(edgelm.process("eval", model, text, "--against", models / "other.gguf"))
     assert "other.gguf has another vocabulary than f32.gguf" in message
 
 
