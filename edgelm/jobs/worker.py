@@ -21,7 +21,6 @@ from edgelm.base.errors import NotSeenError, RequestError
 from edgelm.base.places import own_places
 from edgelm.base.workers.child import Child, Handler, run_job
 from edgelm.base.workers.messages import EngineJob, EvalJob, Result, RunJob, Status
-from edgelm.checkpoints.encoder import is_encoder_folder
 from edgelm.jobs.embed_request import EmbedJob
 from edgelm.jobs.speed import BenchJob, check, measure, measure_picture
 from edgelm.text.template_runner import start_template_worker
@@ -52,10 +51,13 @@ def work_with_engine(
 
 
 def _build(job: EngineJob, child: Child) -> LoadedModel:
-    if job.model.is_dir() and is_encoder_folder(job.model):
-        from edgelm.making.conversion.convert import kept_gguf  # most models are GGUFs
+    if job.model.is_dir():  # most models are GGUFs, and need none of this
+        from edgelm.checkpoints.encoder import is_encoder_folder
 
-        job = replace(job, model=kept_gguf(job.model, own_places().cache))
+        if is_encoder_folder(job.model):
+            from edgelm.making.conversion.convert import kept_gguf
+
+            job = replace(job, model=kept_gguf(job.model, own_places().cache))
     return build(job, reports_to(child))
 
 
