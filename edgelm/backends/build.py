@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from edgelm.backends.choice import EngineChoice, Situation, choose_engine, may_be_told, may_go_without_cuda, partly_used
 from edgelm.backends.llama.placement import Wish
-from edgelm.backends.model import LoadedModel, OpenedModel, open_model
+from edgelm.backends.model import LoadedModel, OpenedModel, open_heads, open_model
 from edgelm.backends.plan import MachineMemory
-from edgelm.backends.projectors import fitting_heads, fitting_projector, names_heads, open_heads
+from edgelm.backends.projectors import fitting_heads, fitting_projector, names_heads
 from edgelm.backends.reports import LOGGED, Reports
 from edgelm.base.config import Settings
 from edgelm.base.errors import DeviceError, DoesNotFitError, EngineError, GpuLoadError, ModelError, RequestError

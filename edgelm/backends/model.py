@@ -124,3 +124,13 @@ def open_model(path: Path) -> Iterator[OpenedModel]:
     with open_gguf(path) as gguf:
         check_for_llama(gguf)
         yield OpenedModel(path, model_facts(gguf), gguf=gguf)
+
+
+@contextmanager
+def open_heads(model: OpenedModel, heads: Path | None) -> Iterator[OpenedModel]:
+    """Yield an open model with a file of its heads for the torch engine, where they read the model's own vocabulary."""
+    if heads is None:
+        yield model
+        return
+    with open_gguf(heads) as gguf:
+        yield replace(model, heads=gguf, facts=model.facts.with_heads(model_facts(gguf), share_ends=True))

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 def _choose(request: ChooseEngine, child: Child) -> None:
     from edgelm.backends.build import choose
-    from edgelm.backends.model import open_model
-    from edgelm.backends.projectors import fitting_heads, names_heads, open_heads
+    from edgelm.backends.model import open_heads, open_model
+    from edgelm.backends.projectors import fitting_heads, names_heads
 
     with open_model(request.model) as model:
         draft = None if names_heads(request.draft) else request.draft
@@ -98,8 +98,7 @@ def _write_random_model(request: WriteRandomModel, child: Child) -> None:
 
 
 def _keep_check(request: KeepCheck, child: Child) -> None:
-    from edgelm.backends.model import open_model
-    from edgelm.backends.projectors import open_heads
+    from edgelm.backends.model import open_heads, open_model
     from edgelm.backends.torch.kept_checks import keep_whole
 
     with open_model(request.model) as model, open_heads(model, request.heads) as drafting:

@@ -5,13 +5,10 @@ Owns the check that they are of this model, and what happens with those that are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from edgelm.backends.model import OpenedModel
 from edgelm.base.config import Settings
 from edgelm.base.errors import ModelError
 from edgelm.checkpoints.files import shown
@@ -92,16 +89,6 @@ def heads_beside(settings: Settings, model: Path, warn: Callable[[str], None] = 
         return None
     with open_gguf(model) as gguf:
         return fitting_heads(settings, model, model_facts(gguf), None, warn)
-
-
-@contextmanager
-def open_heads(model: OpenedModel, heads: Path | None) -> Iterator[OpenedModel]:
-    """Yield an open model with a file of its heads for the torch engine, where they read the model's own vocabulary."""
-    if heads is None:
-        yield model
-        return
-    with open_gguf(heads) as gguf:
-        yield replace(model, heads=gguf, facts=model.facts.with_heads(model_facts(gguf), share_ends=True))
 
 
 def _require_heads_of(gguf: GGUF, model: ModelSummary) -> None:

@@ -14,8 +14,7 @@ from gguf import GGMLQuantizationType as Quant
 
 from edgelm.backends.gpu_check import NO_NUMBER, Begun, Checked, CheckGpu, Counted, OpVerdict
 from edgelm.backends.llama.random_gguf import ALL_QUANTS, Family, write_random_gguf
-from edgelm.backends.model import open_model
-from edgelm.backends.projectors import open_heads
+from edgelm.backends.model import open_heads, open_model
 from edgelm.backends.torch.build import DTYPES
 from edgelm.backends.torch.executor import device_name
 from edgelm.backends.torch.self_check import MAX_LAYERS, check_model

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from edgelm.backends.gpu_check import CheckGpu
-from edgelm.backends.model import open_model
-from edgelm.backends.projectors import open_heads
+from edgelm.backends.model import open_heads, open_model
 from edgelm.backends.torch import check_worker, self_check
 from edgelm.backends.torch.kept_checks import check_key
 from edgelm.backends.torch.self_check import Comparison, described

@@ -21,9 +21,8 @@ from edgelm.backends import build as choice_module
 from edgelm.backends.followed_heads import HEADS_WINDOW
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
-from edgelm.backends.model import LoadedModel, open_model
+from edgelm.backends.model import LoadedModel, open_heads, open_model
 from edgelm.backends.plan import MachineMemory, Plan
-from edgelm.backends.projectors import open_heads
 from edgelm.backends.torch import heads as heads_module
 from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
 from edgelm.backends.torch.memory import TorchMemory, plan_for_torch
