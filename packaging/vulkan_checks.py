@@ -256,7 +256,7 @@ def doctor() -> str:
 
 
 def two_models(folder: Path) -> str:
-    """Serve two models, which a first request each loads on the device at the same time; both answer as the processor."""
+    """Serve two models, loaded on the device by two requests at once; both answer as the processor does."""
     second = folder / "second.gguf"
     shutil.copyfile(STARTER, second)
     places = {f"EDGELM_{kind}_DIR": str(folder / kind.lower()) for kind in ("CONFIG", "DATA", "CACHE", "RUNTIME")}

@@ -109,10 +109,10 @@ def parts_of(cache: LayerCache) -> int:
 def registers_of(cache: LayerCache) -> int:
     """Return the maximum of registers per thread of attend_chunks.
 
-    Codes of long heads spill with Triton before 3.9, and the less the more registers there are.
+    Keys of 6 bits in long heads spill with Triton before 3.9, and the less the more registers there are.
     """
-    long_codes = cache.width // GROUP > MAX_GROUPS and triton_has_faults()
-    return MAX_REGISTERS if cache.format.key is None or long_codes else CODE_REGISTERS
+    long_keys = cache.format.key == "int6" and cache.width // GROUP > MAX_GROUPS and triton_has_faults()
+    return MAX_REGISTERS if cache.format.key is None or long_keys else CODE_REGISTERS
 
 
 def kwidth_of(cache: LayerCache) -> int:
