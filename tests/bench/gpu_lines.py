@@ -267,6 +267,8 @@ def commands(folder: Path, machine: Machine, kind: str, llama: Path | None) -> N
     show("edgelm eval model.gguf text.txt", *edgelm("eval", model, text))
     show("edgelm plan model.gguf", *edgelm("plan", model))
     show("edgelm doctor", *edgelm("doctor"))
+    if not machine.sees_cuda:  # it would try kernels
+        show("edgelm doctor --gpu", *edgelm("doctor", "--gpu", "--out", folder / "report.txt"))
     log = folder / "log"
     with log.open("w") as file:
         command = [str(python), "-m", "edgelm", "serve", str(model), "--port", "0"]
