@@ -288,7 +288,7 @@ def commands(folder: Path, machine: Machine, kind: str, llama: Path | None) -> N
 
 def _told(folder: Path, text: str) -> list[str]:
     """Return the lines about a GPU, without the folder's name."""
-    words = ("GPU", "not used", "our own kernels", "WSL", "here  ")
+    words = ("GPU", "not used", "our kernels", "our own kernels", "WSL", "here  ")
     kept = [line for line in text.replace(str(folder), "~").splitlines() if any(word in line for word in words)]
     return kept or ["(nothing about a GPU)"]
 
