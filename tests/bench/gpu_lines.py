@@ -267,6 +267,8 @@ def commands(folder: Path, machine: Machine, kind: str, llama: Path | None) -> N
     show("edgelm eval model.gguf text.txt", *edgelm("eval", model, text))
     show("edgelm plan model.gguf", *edgelm("plan", model))
     show("edgelm doctor", *edgelm("doctor"))
+    if not machine.sees_cuda:  # it would try kernels
+        show("edgelm doctor --gpu", *edgelm("doctor", "--gpu", "--out", folder / "report.txt"))
     log = folder / "log"
     with log.open("w") as file:
         command = [str(python), "-m", "edgelm", "serve", str(model), "--port", "0"]
@@ -286,7 +288,7 @@ def commands(folder: Path, machine: Machine, kind: str, llama: Path | None) -> N
 
 def _told(folder: Path, text: str) -> list[str]:
     """Return the lines about a GPU, without the folder's name."""
-    words = ("GPU", "not used", "our own kernels", "WSL", "here  ")
+    words = ("GPU", "not used", "our kernels", "our own kernels", "WSL", "here  ")
     kept = [line for line in text.replace(str(folder), "~").splitlines() if any(word in line for word in words)]
     return kept or ["(nothing about a GPU)"]
 
