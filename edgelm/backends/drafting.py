@@ -6,13 +6,16 @@ draft model is loaded.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from edgelm.base.config import Settings
 from edgelm.base.errors import ModelError
 from edgelm.base.machine.cpu import usable_cores
 from edgelm.base.machine.facts import machine_key
 from edgelm.base.places import Places
+from edgelm.checkpoints.files import file_identity, shown
 from edgelm.engine.clock import Measured, StepClock, StepCosts
 from edgelm.engine.core import Drafter, Executor
 from edgelm.engine.speculation.acceptance import Acceptance
@@ -48,20 +51,32 @@ def measured_clock(
     return StepClock(StepCosts(points))
 
 
-def throttled(
-    drafters: Mapping[str, Drafter], clock: StepClock, settings: Settings, places: Places, identity: bytes
-) -> Drafter:
+def throttled(drafters: Mapping[str, Drafter], clock: StepClock, settings: Settings, heads_proof: Path) -> Drafter:
     """Combine drafters, by their names, into one: the first one with a draft proposes it.
 
     Each has its own throttle, so that a drafter that loses does not stop the others. Heads that nobody asked for begin
-    with a trial: unlike texts, they know nothing of whether they will be right.
+    with a trial: unlike texts, they know nothing of whether they will be right. `heads_proof` keeps that they gained.
     """
-    proofs = {} if settings.draft == "mtp" else {"mtp": places.cache / "acceptance" / f"{identity.hex()}.heads"}
+    proofs = {} if settings.draft == "mtp" else {"mtp": heads_proof}
     throttles = [
         ThrottledDrafter(drafter, clock, settings.max_draft, name, proofs.get(name))
         for name, drafter in drafters.items()
     ]
     return throttles[0] if len(throttles) == 1 else ChainDrafter(throttles)
+
+
+def heads_proof(places: Places, identity: bytes, heads: Path | None) -> Path:
+    """Return the file that keeps that heads gain time, with a model on this machine; `heads`: a file of their own.
+
+    Raises ModelError where that cannot be read any more.
+    """
+    digest = hashlib.blake2b(identity + machine_key(usable_cores()).encode(), digest_size=16)
+    try:
+        for part in file_identity([heads] if heads else []):
+            digest.update(part)
+    except OSError as error:
+        raise ModelError(f"{shown(str(heads))} cannot be read any more: {error.strerror}", "try again") from None
+    return places.cache / "acceptance" / f"{digest.hexdigest()}.heads"
 
 
 def ngram_drafter(tokenizer: Tokenizer, settings: Settings, places: Places, identity: bytes) -> NgramDrafter:

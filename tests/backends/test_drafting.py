@@ -151,7 +151,7 @@ def test_a_drafter_that_loses_does_not_stop_another(places: Places) -> None:
 
     clock = StepClock(StepCosts([Measured(1, 0, 0.01), Measured(64, 0, 0.02)]))
     clock.last = DecodeStep(1, 5, 0.02, 0.01)
-    drafter = throttled({"ngram": Constant(0), "model": Constant(1)}, clock, Settings(), places, b"")
+    drafter = throttled({"ngram": Constant(0), "model": Constant(1)}, clock, Settings(), places.cache / "proof")
     seq = Sequence(0, [1], 1, SamplingParams())
     drafter.begin(seq)
     drafted = []

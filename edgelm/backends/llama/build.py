@@ -13,7 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from edgelm.backends.drafting import NO_HEADS, measured_clock, ngram_drafter, require_same_vocabulary, throttled
+from edgelm.backends.drafting import (
+    NO_HEADS,
+    heads_proof,
+    measured_clock,
+    ngram_drafter,
+    require_same_vocabulary,
+    throttled,
+)
 from edgelm.backends.llama.binding import load_mtmd
 from edgelm.backends.llama.buffers import LlamaBuffers
 from edgelm.backends.llama.devices import llama_devices
@@ -415,7 +422,8 @@ def _drafting(
         drafters["mtp"] = MtpDrafter(executor.heads, clock.plain_s)
     if files.draft:
         drafters["model"] = _load_draft_model(files.draft, options, job.repack, tokenizer, clock)
-    return clock, throttled(drafters, clock, settings, places, identity) if drafters else None
+    proof = heads_proof(places, identity, files.heads.path if files.heads else None)
+    return clock, throttled(drafters, clock, settings, proof) if drafters else None
 
 
 # -- the draft model ---------------------------------------------------------------------------------------------------

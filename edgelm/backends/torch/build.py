@@ -18,7 +18,14 @@ from typing import Any, Literal
 
 import torch
 
-from edgelm.backends.drafting import NO_HEADS, measured_clock, ngram_drafter, require_same_vocabulary, throttled
+from edgelm.backends.drafting import (
+    NO_HEADS,
+    heads_proof,
+    measured_clock,
+    ngram_drafter,
+    require_same_vocabulary,
+    throttled,
+)
 from edgelm.backends.model import LoadedModel, OpenedModel, open_model
 from edgelm.backends.plan import DRAFT_KV, MIN_CONTEXT, SNAPSHOT_SHARE, MachineMemory, Option, Plan
 from edgelm.backends.reports import LOGGED, Reports
@@ -118,7 +125,8 @@ def build_torch(
                         small, settings, decoder, executor.info, tokenizer, clock, places, reports
                     )
                 if drafters:
-                    drafter = throttled(drafters, clock, settings, places, identity)
+                    proof = heads_proof(places, identity, model.heads.path if model.heads else None)
+                    drafter = throttled(drafters, clock, settings, proof)
                 else:
                     reports.say(NO_HEADS)
         except EdgeLMError:

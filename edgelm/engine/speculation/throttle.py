@@ -56,12 +56,12 @@ class _Trial:
     __slots__ = ("balance", "gained")
 
     def __init__(self) -> None:
-        self.balance = 0.0  # plain steps
+        self.balance = 0.0  # plain steps, between -MAX_LOSS and MAX_CREDIT
         self.gained = 0.0  # plain steps, since losses ate up the gains before
 
     def add(self, gain: float) -> bool:
         """Add to the balance, and tell whether the drafter is proved."""
-        self.balance += gain
+        self.balance = max(self.balance + gain, -MAX_LOSS)
         self.gained = max(self.gained + gain, 0.0)
         return self.gained >= PROOF
 
@@ -168,7 +168,8 @@ class ThrottledDrafter:
         if not self._trial or not self._on_trial(seq):
             return True
         account = self._accounts[seq]
-        self._trial.balance += TRIAL_RATE * (len(seq.tokens) - account.earned_to)
+        earned = TRIAL_RATE * (len(seq.tokens) - account.earned_to)
+        self._trial.balance = min(self._trial.balance + earned, MAX_CREDIT)
         account.earned_to = len(seq.tokens)
         return not marginal_cost or self._trial.balance >= marginal_cost[0] + TRIAL_COST
 

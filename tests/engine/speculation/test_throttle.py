@@ -281,6 +281,27 @@ def test_one_on_trial_first_saves_what_it_may_lose(tmp_path: Path) -> None:
     assert 0.2 * sum(drafted) <= 0.005 * 400
 
 
+def test_a_stall_of_one_on_trial_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, now = Run(proof=tmp_path / "proof"), [0.0]
+    monkeypatch.setattr("edgelm.engine.speculation.throttle.time.perf_counter", lambda: now[0])
+    stalls = iter([100 * PLAIN_S])
+
+    def propose(seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
+        now[0] += next(stalls, 0.0)
+        return [7]
+
+    monkeypatch.setattr(run.inner, "propose", propose)
+    drafted = [run.step(drafted_s=1.2 * PLAIN_S, accepted=1)[0] for _ in range(600)]
+    assert sum(drafted) > 50
+
+
+def test_credit_of_one_on_trial_does_not_pile_up(tmp_path: Path) -> None:
+    run = Run(proof=tmp_path / "proof")
+    run.seqs[0].tokens += [7] * 20_000
+    drafted = [run.step(drafted_s=1.5 * PLAIN_S, accepted=0)[0] for _ in range(100)]
+    assert sum(drafted) <= 5
+
+
 def test_one_that_gains_is_proved_for_later_processes(tmp_path: Path) -> None:
     proof = tmp_path / "acceptance" / "proof"
     run = Run(proof=proof)
