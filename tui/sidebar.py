@@ -173,7 +173,7 @@ class Sidebar(Vertical):
         field = self.query_one(Input)
         if words:
             field.value = words
-        field.focus()
+        self.screen.set_focus(field)  # now: `focus` waits for the keys behind this one
 
     def _fill(self, rows: list[Row], *, to_open: bool = False) -> None:
         """Show these lines. The cursor stays on its chat while the list has the focus, or else goes to the open one.

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from textual.widgets import Input
 
 from edgelm.base.errors import RequestError
 from edgelm.tui.commands.table import (
@@ -247,6 +248,17 @@ async def test_a_title_is_typed_faster_than_its_dialog_opens(open_chat: Open, st
             await chat.answered()
         await chat.ask("q")
         assert chat.session.chat.title == "My title"
+
+
+@pytest.mark.parametrize(("typed", "field"), [("\x0cwhale\r", "#find Input"), ("\x06whale\r", "#search")])
+async def test_words_to_find_are_typed_faster_than_their_field_opens(open_chat: Open, typed: str, field: str) -> None:
+    async with open_chat() as chat:
+        await chat.ask("q")
+        for event in InputParser().feed(typed):  # in one read of the terminal
+            chat.app.post_message(event)
+        await chat.pilot.pause()
+        assert (chat.screen.query_one(field, Input).value, chat.prompt.text) == ("whale", "")
+        assert len(chat.endpoint.requests) == 1
 
 
 async def test_copying(open_chat: Open, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ class FindBar(Horizontal):
             field.value = words
         elif field.value:  # as in the chat that was open before
             self.post_message(self.Typed(field.value))
-        field.focus()
+        self.screen.set_focus(field)  # now: `focus` waits for the keys behind this one
 
     def close(self) -> bool:
         """Hide the bar; return whether it was open."""
