@@ -108,10 +108,23 @@ def test_the_starter_reads_the_guide(edgelm: Edgelm) -> None:
     assert [passage["name"] for passage in document["passages"]] == ["models › A larger model for this machine"]
     assert document["text"].startswith("Sorry, I know only edgelm")
     assert "passages" not in json.loads(edgelm("run", "starter", "hello", "--raw", *flags).stdout)
-    question = "could I perhaps connect from my phone to it"
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "could I perhaps connect from my phone to it",
+        "Wie lade ich ein Modell?",
+        "Comment réduire l'utilisation de la mémoire ?",
+        "怎样使用 gpu",
+    ],
+)
+def test_capitals_do_not_change_the_starters_answer(edgelm: Edgelm, question: str) -> None:
+    flags = ("--json", "--max-tokens", "60", "--temperature", "0")
     answers = [json.loads(edgelm("run", "starter", asked, *flags).stdout) for asked in (question, question.upper())]
     assert len({answer["usage"]["prompt_tokens"] for answer in answers}) == 1, "it reads the same tokens"
     assert answers[0]["text"] == answers[1]["text"]
+    assert not answers[1]["text"].startswith("Sorry")
 
 
 def test_the_starter_answers_where_nothing_can_be_indexed(edgelm: Edgelm, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ _ENGLISH = frozenset(
     "a an the i is are do does did how what which why where when who can could should will would to of for from in on "
     "at it its my me you your with without and or not no this that there have has use get make more".split()
 )
+_NAMES = frozenset("edgelm ollama openai qwen gemma gguf json api gpu mcp lora nvidia amd cuda vulkan".split())
 _HAN = re.compile(r"[\u3400-\u9fff]")
 _OTHER_ASIAN = re.compile(r"[\u3040-\u30ff\uac00-\ud7af]")  # Japanese and Korean
 _WORD = re.compile(r"[^\W_]+")
@@ -56,20 +57,23 @@ def language_of(question: str) -> str:
 def in_english(question: str, language: str) -> str:
     """Return the words of a question that the guide has, in English; names and numbers stay as they are.
 
-    Empty: there is no such word apart from those that any question has.
+    Empty: there is no such word, and no name of _NAMES, apart from those that any question has.
     """
     table = _tables()[language]
-    text = question[:MAX_QUESTION].lower().replace("\u2019", "'")
+    text = question[:MAX_QUESTION].casefold().replace("\u2019", "'")
     words = [table.english[match["word"]] for match in table.found.finditer(text)]
-    if table.common.issuperset(words):
+    # In a question that is all in capitals, they are no sign of a name.
+    whole = question[:MAX_QUESTION].lower() if question.isupper() else question[:MAX_QUESTION]
+    latin = [word for word in _WORD.findall(whole) if word.isascii() and word.lower() not in table.english]
+    names = latin if language == "zh" else [word for word in latin if _is_name(word)]
+    if table.common.issuperset(words) and _NAMES.isdisjoint(map(str.lower, names)):
         return ""
-    names = [word for word in _WORD.findall(question[:MAX_QUESTION]) if word.isascii() and _is_name(word)]
     return " ".join([*dict.fromkeys(words), *names])
 
 
 def _is_name(word: str) -> bool:
     """Tell whether a word is one that no language translates: with a digit, in capitals, or a program's."""
-    return bool(re.search(r"\d|.[A-Z]", word)) or word.lower() in ("edgelm", "ollama", "gguf", "json", "mcp", "lora")
+    return bool(re.search(r"\d|.[A-Z]", word)) or word.lower() in _NAMES
 
 
 @cache
@@ -86,7 +90,7 @@ def _tables() -> dict[str, _Words]:
             common.add(english)
         for name, entries in zip(LINES, others.split("|"), strict=True):
             for entry in filter(None, map(str.strip, entries.split(","))):
-                tables[name].setdefault(entry, english)
+                tables[name].setdefault(entry.casefold(), english)
     known = frozenset(common)
     return {name: _Words(_pattern(table, spaced=name != "zh"), table, known) for name, table in tables.items()}
 

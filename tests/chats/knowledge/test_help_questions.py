@@ -46,6 +46,15 @@ def test_questions_get_the_section_that_answers_them(knowledge: Knowledge) -> No
     assert num_twice <= MOST_TWICE
 
 
+def test_capitals_change_no_words_of_a_question() -> None:
+    for language in LINES:
+        for question in (*QUESTIONS[language], "Wie groß ist das Modell?"):
+            if language_of(question) == language:
+                assert language_of(question.upper()) == language
+                whole, upper = (in_english(text, language).lower().split() for text in (question, question.upper()))
+                assert set(upper) == set(whole), question
+
+
 def test_each_language_is_recognized_and_its_answer_says_that_it_is_in_english(knowledge: Knowledge) -> None:
     for language, asked in QUESTIONS.items():
         for question in asked:
@@ -76,3 +85,4 @@ def test_a_question_about_something_else_finds_nothing(knowledge: Knowledge, que
 def test_names_and_numbers_stay_as_they_are() -> None:
     assert in_english("Wie lade ich Qwen3-4B herunter?", "de").split()[-2:] == ["Qwen3", "4B"]
     assert in_english("Wie geht es?", "de") == ""
+    assert in_english("Wie benutze ich die API?", "de").split()[-1] == "API", "a name is enough"
