@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import weakref
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -22,7 +24,9 @@ from edgelm.backends.followed_heads import HEADS_WINDOW
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.model import LoadedModel, open_heads, open_model
-from edgelm.backends.plan import MachineMemory, Plan
+from edgelm.backends.plan import MachineMemory, Option, Plan
+from edgelm.backends.reports import Reports
+from edgelm.backends.torch import build as torch_build
 from edgelm.backends.torch import heads as heads_module
 from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
 from edgelm.backends.torch.memory import TorchMemory, plan_for_torch
@@ -472,6 +476,29 @@ def test_heads_of_another_model_and_those_that_lack_a_matrix_are_told(
     write_odd(heads, "qwen35", 5, heads=0.0, part="heads", drop="ffn_up")
     assert drafted_by_heads(built(model, tmp_path, draft="mtp")) == 0
     assert "the heads of mtp-m.gguf do not draft: the model has no tensor blk.4.ffn_up.weight" in caplog.text
+
+
+@pytest.mark.parametrize("settings", [Settings(), Settings(ctx=2048)])
+def test_a_head_whose_memory_cannot_be_allocated_costs_no_context(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, head = load_both(write_odd(tmp_path / "m.gguf", "qwen35", 5, heads=1.0))
+    heads, held, said = [head], weakref.ref(head), list[str]()
+    del head
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("edgelm.backends.torch.executor.TorchHeads", fail)
+    option, reports = Option("f16", 2048, 0, 0, 0, fits=True), Reports(notify=said.append)
+    gc.disable()  # the weights must be free without the garbage collector
+    try:
+        executor = torch_build._executor(decoder, settings, option, "m", 256, reports=reports, load_head=heads.pop)
+        assert held() is None
+    finally:
+        gc.enable()
+    assert (executor.info.context, executor.heads) == (2048, None)
+    assert said == ["the heads of m do not draft: there is no memory for them"]
 
 
 @pytest.mark.usefixtures("random_norms")
