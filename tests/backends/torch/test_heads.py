@@ -539,6 +539,15 @@ def test_the_memory_of_the_head_is_planned(arch: Odd, apart: bool, tmp_path: Pat
     assert own > 4 * WIDTH * WIDTH
 
 
+def test_a_head_beside_a_model_is_planned_in_place_of_its_own(tmp_path: Path) -> None:
+    path = write_odd(tmp_path / "m.gguf", "qwen35", 5, heads=0.0)
+    beside = write_odd(tmp_path / "drafts.gguf", "qwen35", 5, heads=0.0, part="heads")
+    with open_model(path) as opened, open_heads(opened, beside) as model:
+        for on in (False, True):
+            own, both = (TorchMemory(one.facts, sequences=4, heads=on).weights for one in (opened, model))
+            assert own == both
+
+
 def test_a_head_drafts_only_where_that_costs_none_of_the_cache(tmp_path: Path) -> None:
     path = write_odd(tmp_path / "m.gguf", "qwen35", 5, heads=0.0)
     with open_gguf(path) as gguf:
