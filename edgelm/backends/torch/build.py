@@ -74,6 +74,7 @@ log = logging.getLogger(__name__)
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 MAX_TEMPLATE_BYTES = 2**20
+NO_MEMORY = "there is no memory for them"
 OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json")  # recognized, not supported
 
 
@@ -104,11 +105,11 @@ def build_torch(
                 if checked:
                     check_ops(checked, settings, mode, reports.say)
         decoder = load_decoder(model, settings, device, option.context, reports)
-        head = _load_head(model, settings, decoder, planned, reports) if job.drafts else None
+        load_head = partial(_load_head, model, settings, decoder, planned, reports) if job.drafts else None
         folder = _snapshot_folder(job.prefixes, model, settings, decoder, option) if job.prefixes else None
         store = SnapshotStore(int(SNAPSHOT_SHARE * available_memory_bytes()), folder) if folder else None
         tuned = own_places().cache / TUNED if settings.tune else None
-        executor = _executor(decoder, settings, option, model.name, step_tokens, tuned, store, reports, head)
+        executor = _executor(decoder, settings, option, model.name, step_tokens, tuned, store, reports, load_head)
         clock, drafter = StepClock(), None
         try:
             if job.drafts and settings.drafts:
@@ -218,7 +219,7 @@ def _load_head(
     """Load the head that predicts the token after the next one, if it may draft; None: there is none to use."""
     if not may_use_head(model.facts, settings):
         return None
-    own, reason = model.with_head, "there is no memory for them"
+    own, reason = model.with_head, NO_MEMORY
     if planned.heads:
         try:
             with gpu_errors():
@@ -238,15 +239,20 @@ def _executor(
     tuned: Path | None = None,
     store: SnapshotStore | None = None,
     reports: Reports = LOGGED,
-    head: NextHead | None = None,
+    load_head: Callable[[], NextHead | None] | None = None,
 ) -> TorchExecutor:
-    """Make the executor; if its memory cannot be allocated, retry with half the context."""
+    """Make the executor; if its memory cannot be allocated, retry without the head, then with half the context."""
     context = option.context
+    head = load_head() if load_head else None  # no caller holds it: what is dropped here is free
     while (
         executor := _try_executor(
             decoder, settings, option.kv, context, step_tokens, tuned, store, reports, head, recomputes=True
         )
     ) is None:
+        if head:
+            head = None
+            reports.say(f"the heads of {name} do not draft: {NO_MEMORY}")
+            continue
         if (settings.ctx is not None and not settings.ctx_is_default) or context // 2 < MIN_CONTEXT:
             device = device_name(decoder.device)
             message = f"{name} and {context:,} tokens of context do not fit in the memory of {device}"

@@ -22,7 +22,7 @@ from edgelm.backends.plan import DeviceMemory, DraftModel, MachineMemory, Option
 from edgelm.backends.torch.graph_sizes import VERIFY_LEN, GraphSize, graph_sizes
 from edgelm.base.config import Settings
 from edgelm.base.kv_modes import TORCH_KV
-from edgelm.checkpoints.summary import ModelFacts, TensorFacts, WeightBytes
+from edgelm.checkpoints.summary import HEADS, ModelFacts, TensorFacts, WeightBytes
 
 MIB = 2**20
 BLOCK_LEN = 32  # positions
@@ -248,13 +248,13 @@ class TorchMemory:
 
     @property
     def _loaded(self) -> list[TensorFacts]:
-        """The tensors that are loaded: those of the head only where it drafts."""
-        tensors = list(self._model.tensors)
-        if self._heads:
-            return tensors
-        joints = (tensor.name for tensor in tensors if tensor.name.endswith(".nextn.eh_proj.weight"))
-        block = next(joints, "mtp.").removesuffix("nextn.eh_proj.weight")
-        return [tensor for tensor in tensors if not tensor.name.startswith(block)]
+        """The tensors that are loaded: those of the head only where it drafts, and of two that of the other file."""
+        tensors = self._model.tensors
+        beside = any(tensor.name.startswith(HEADS) for tensor in tensors)
+        joint = "nextn.eh_proj.weight"
+        own = {tensor.name.removesuffix(joint) for tensor in tensors if tensor.name.endswith(f".{joint}")} | {"mtp."}
+        unused = {block for block in own if not (self._heads and block.startswith(HEADS) is beside)}
+        return [tensor for tensor in tensors if not tensor.name.startswith(tuple(unused))]
 
     @property
     def _tied(self) -> bool:

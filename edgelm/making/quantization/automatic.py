@@ -205,7 +205,8 @@ def _recipe(search: Search, solution: Solution, fixed: Mapping[str, TensorType])
         for group, kind in zip(search.groups, solution.types, strict=True)
         for tensor in group.tensors
     } | {name: kind.name for name, kind in fixed.items()}
-    return Recipe(FILE_TYPES.get(most, most), types)
+    named = "" if any(kind.block_len > 1 for kind in solution.types) else "F16"  # a head alone names no file
+    return Recipe(FILE_TYPES.get(most, most), types, named=named)
 
 
 def _report(search: Search, solution: Solution, others: int, budget_bytes: int, num_tokens: int) -> Report:

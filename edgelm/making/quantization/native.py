@@ -225,9 +225,10 @@ class _Native:
                 entry.pattern, entry.type = _pattern(name), tensor_type(kind).id
             self._overrides = overrides
             self.params.tt_overrides = ctypes.cast(overrides, type(self.params.tt_overrides))
-        if options.keys:
-            keys = (L.llama_model_kv_override * (len(options.keys) + 1))()
-            for entry, (key, value) in zip(keys, options.keys.items(), strict=False):
+        named = {"general.file_type": file_type(recipe.named).id} if recipe.named else {}
+        if stated := {**options.keys, **named}:
+            keys = (L.llama_model_kv_override * (len(stated) + 1))()
+            for entry, (key, value) in zip(keys, stated.items(), strict=False):
                 entry.key = key.encode()
                 if isinstance(value, int):
                     entry.tag, entry.value.val_i64 = L.LLAMA_KV_OVERRIDE_TYPE_INT, value

@@ -17,3 +17,4 @@ class Recipe:
     file_type: str
     tensor_types: Mapping[str, str] = field(default_factory=dict)  # by the names of tensors in the GGUF
     pure: bool = False  # every matrix has the type of the file's name; no rule makes some of them larger
+    named: str = ""  # the type that the file states, where it is another

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import weakref
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -22,7 +24,9 @@ from edgelm.backends.followed_heads import HEADS_WINDOW
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.model import LoadedModel, open_heads, open_model
-from edgelm.backends.plan import MachineMemory, Plan
+from edgelm.backends.plan import MachineMemory, Option, Plan
+from edgelm.backends.reports import Reports
+from edgelm.backends.torch import build as torch_build
 from edgelm.backends.torch import heads as heads_module
 from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
 from edgelm.backends.torch.memory import TorchMemory, plan_for_torch
@@ -474,6 +478,29 @@ def test_heads_of_another_model_and_those_that_lack_a_matrix_are_told(
     assert "the heads of mtp-m.gguf do not draft: the model has no tensor blk.4.ffn_up.weight" in caplog.text
 
 
+@pytest.mark.parametrize("settings", [Settings(), Settings(ctx=2048)])
+def test_a_head_whose_memory_cannot_be_allocated_costs_no_context(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, head = load_both(write_odd(tmp_path / "m.gguf", "qwen35", 5, heads=1.0))
+    heads, held, said = [head], weakref.ref(head), list[str]()
+    del head
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("edgelm.backends.torch.executor.TorchHeads", fail)
+    option, reports = Option("f16", 2048, 0, 0, 0, fits=True), Reports(notify=said.append)
+    gc.disable()  # the weights must be free without the garbage collector
+    try:
+        executor = torch_build._executor(decoder, settings, option, "m", 256, reports=reports, load_head=heads.pop)
+        assert held() is None
+    finally:
+        gc.enable()
+    assert (executor.info.context, executor.heads) == (2048, None)
+    assert said == ["the heads of m do not draft: there is no memory for them"]
+
+
 @pytest.mark.usefixtures("random_norms")
 @pytest.mark.parametrize("arch", ARCHS)
 def test_heads_in_a_file_of_their_own_draft_the_same(arch: Odd, tmp_path: Path) -> None:
@@ -510,6 +537,15 @@ def test_the_memory_of_the_head_is_planned(arch: Odd, apart: bool, tmp_path: Pat
     assert without.weights.resident == pytest.approx(rest, rel=0.01)
     assert with_head.weights.resident - without.weights.resident == pytest.approx(own, rel=0.01)
     assert own > 4 * WIDTH * WIDTH
+
+
+def test_a_head_beside_a_model_is_planned_in_place_of_its_own(tmp_path: Path) -> None:
+    path = write_odd(tmp_path / "m.gguf", "qwen35", 5, heads=0.0)
+    beside = write_odd(tmp_path / "drafts.gguf", "qwen35", 5, heads=0.0, part="heads")
+    with open_model(path) as opened, open_heads(opened, beside) as model:
+        for on in (False, True):
+            own, both = (TorchMemory(one.facts, sequences=4, heads=on).weights for one in (opened, model))
+            assert own == both
 
 
 def test_a_head_drafts_only_where_that_costs_none_of_the_cache(tmp_path: Path) -> None:

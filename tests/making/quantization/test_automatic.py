@@ -14,6 +14,7 @@ import pytest
 
 from edgelm.base.errors import ModelError, RequestError
 from edgelm.checkpoints.gguf import open_gguf
+from edgelm.checkpoints.summary import quantization
 from edgelm.making.quantization import automatic, candidates
 from edgelm.making.quantization.automatic import Effort, Report, choose_types
 from edgelm.making.quantization.candidates import TYPES, Group, with_importance
@@ -105,6 +106,11 @@ def test_a_head_that_predicts_ahead_is_not_measured_and_keeps_four_bits(tmp_path
         head = {name: kind for name, kind in types.items() if name.startswith("blk.4.") and "norm" not in name}
         assert set(head.values()) == least
         assert not any("nextn" in row.name or "blk.4." in row.name for row in report.rows)
+    recipe, report = chosen(source, 20.0, effort=replace(EFFORT, max_groups=16, num_probes=1))
+    assert not any(row.type.startswith("Q") for row in report.rows), "the budget leaves them as they are"
+    assert written(source, recipe) == (report.nbytes, types | recipe.tensor_types)
+    with open_gguf(source.with_name("written.gguf")) as gguf:
+        assert quantization(gguf) == "F16"
 
 
 def test_a_mixture_of_delta_nets_without_what_llama_cpp_never_quantizes(tmp_path: Path) -> None:
