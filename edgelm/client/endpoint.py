@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from edgelm.base.errors import EngineError, RequestError, StillLoadingError
+from edgelm.base.errors import EdgeLMError, EngineError, RequestError, StillLoadingError
 from edgelm.base.sampling import SAMPLING
 from edgelm.client.addresses import is_loopback, is_same_server, normalize_address
 from edgelm.client.answer_stream import AnswerStream, Delta, Finished
@@ -97,7 +97,7 @@ class Client:
         self._root = self.base_url.removesuffix("/v1")
         self._opened: openai.AsyncOpenAI | None = None
         self._refused: set[str] = set()  # those of `OPTIONAL`
-        self._paths: dict[str, Any] = {}  # of models that are asked for by another name than their engines have
+        self._paths: dict[str, str] = {}  # of models that are asked for by another name than their engines have
         self._takes_late_system = True
         self._pictures = SmallPictures()
 
@@ -131,18 +131,24 @@ class Client:
         return [_model_entry(item) for item in entries if isinstance(item, dict) and isinstance(item.get("id"), str)]
 
     async def knows(self, model: str) -> bool:
-        """Return whether an edgelm endpoint has a model by this name: it lists one of the names of each."""
+        """Return whether an edgelm endpoint has a model by this name."""
+        return await self.described(model) is not None
+
+    async def described(self, model: str) -> ModelEntry | None:
+        """Return what an edgelm endpoint tells of a model, also by a path or a name that it does not list."""
         if not self.is_edgelm:
-            return False
+            return None
         client = await self._client()
         import openai
 
         with explained(self.address):
             try:
-                await client.get(f"/models/{quote(model, safe='')}", cast_to=object, options={"timeout": SHORT_S})
+                body: Any = await client.get(
+                    f"/models/{quote(model, safe='')}", cast_to=object, options={"timeout": SHORT_S}
+                )
             except openai.NotFoundError:
-                return False
-        return True
+                return None
+        return _model_entry({**mapping(body), "id": model})
 
     async def loading(self, model: str) -> Loading | None:
         """Return the loading state of a model's engine; None if it is ready or the endpoint does not report it."""
@@ -178,16 +184,13 @@ class Client:
         if (named := next((engine for engine in engines if engine.get("model") == model), None)) is not None:
             return named
         if model not in self._paths:
-            client = await self._client()
-            import openai
-
             try:
-                body: Any = await client.get(
-                    f"/models/{quote(model, safe='')}", cast_to=object, options={"timeout": SHORT_S}
-                )
-            except openai.APIError:
+                entry = await self.described(model)
+            except EdgeLMError:
                 return {}
-            self._paths[model] = mapping(mapping(body).get("edgelm")).get("path")
+            if entry is None:
+                return {}
+            self._paths[model] = entry.path
         path = self._paths[model]
         return next((engine for engine in engines if path and engine.get("path") == path), {})
 

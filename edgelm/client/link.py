@@ -155,12 +155,15 @@ async def sees(link: Link, model: str) -> bool:
 
     A list that says no is renewed: its projector may be here now. Raises EdgeLMError.
     """
-    if not (await link.client()).is_edgelm:
+    client = await link.client()
+    if not client.is_edgelm:
         return True
     for again in (False, True):
         entries = await link.models(again=again)
         named = [entry for entry in entries if entry.id == model]
-        # A remote one may see. One that is in no list is a file: whether it is there, the answer to the message tells.
-        if not named or any(entry.pictures or entry.remote for entry in named):
+        if not named:  # a path, or another name; of a file that is gone, the answer to the message tells
+            described = await client.described(model) if model else None
+            return described is None or bool(described.pictures or described.remote)
+        if any(entry.pictures or entry.remote for entry in named):  # a remote one may see
             return True
     return False

@@ -17,8 +17,10 @@ from tempfile import TemporaryFile
 from unittest.mock import patch
 
 import pytest
+import typer
 
 from edgelm.base.errors import USAGE_EXIT_CODE
+from edgelm.commands import cli
 from edgelm.commands.cli import run_cli
 from tests.tiny import write_tiny
 
@@ -60,7 +62,10 @@ class Edgelm:
             stack.enter_context(patch.object(sys, "argv", words))
             for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
                 stack.enter_context(patch.object(sys, name, stream))
-            code = run_cli()
+            try:
+                code = run_cli()
+            except KeyboardInterrupt:  # as edgelm/__main__.py has it; pytest would end the whole run
+                code = 130
             for stream in streams[1:]:
                 stream.seek(0)  # which writes what is buffered
             return subprocess.CompletedProcess(words, code, *(stream.buffer.read() for stream in streams[1:]))
@@ -101,6 +106,12 @@ def error_of(done: subprocess.CompletedProcess[bytes], code: int = 1) -> str:
     assert len(lines) == 1, done.stderr.decode()
     assert lines[0].startswith("error: ")
     return lines[0]
+
+
+def test_an_aborted_command_is_exit_code_130(edgelm: Edgelm) -> None:
+    with patch.object(cli, "app", side_effect=typer.Abort):  # as a prompt at the end of its input
+        done = edgelm("run")
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
 def test_version_and_help(edgelm: Edgelm) -> None:

@@ -176,8 +176,9 @@ class FakeEndpoint:
                 if model["id"] in self.paths:
                     model["edgelm"] = {"path": self.paths[model["id"]]}
             return 200, {"object": "list", "data": data}
-        if unquote(path.removeprefix("/v1/models/")) in [*self.models, *self.other_names]:
-            return 200, {"id": path, "object": "model", "edgelm": {"path": self._path_of(self.models[0])}}
+        if (name := unquote(path.removeprefix("/v1/models/"))) in [*self.models, *self.other_names]:
+            own = {"path": self._path_of(self.models[0])} | ({"pictures": True} if name in self.seeing else {})
+            return 200, {"id": path, "object": "model", "edgelm": own}
         if path == "/edgelm/ps" and self.is_edgelm:
             state = {"state": "starting", "progress": self.loading[0]} if self.loading else {"state": "ready"}
             state |= {"requests": self.busy, "unused_gpu": self.unused_gpu or None}

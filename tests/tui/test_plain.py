@@ -670,6 +670,14 @@ async def test_pictures_are_sent_to_a_model_that_sees(
     contents = [message["content"] for message in endpoint.requests[-1]["messages"]]
     assert contents[0] == "*cat.png (a picture)*\n\ncat.png, what is it?"
     assert contents[-1] == "And then?"
+    endpoint.other_names = ["/models/blind.gguf", "/models/seeing.gguf"]
+    endpoint.seeing = ["/models/seeing.gguf"]
+    text = await talk("/chats", "/open 1", "/model /models/blind.gguf", "Whose?")
+    assert text.count("left out for blind.gguf, which reads no images: cat.png\n") == 1
+    assert endpoint.requests[-1]["messages"][0]["content"] == contents[0]
+    text = await talk("/chats", "/open 1", "/model /models/seeing.gguf", "Which?")
+    assert "left out" not in text
+    assert endpoint.requests[-1]["messages"][0]["content"] == first[0]
 
 
 async def test_files_are_attached_by_command_and_by_name(

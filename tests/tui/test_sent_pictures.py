@@ -121,6 +121,12 @@ async def test_a_picture_that_nobody_sees_is_refused_and_an_earlier_one_left_out
         chat.app.clear_notifications()
         await chat.ask("And on")
         assert not any("left out" in note.message for note in chat.app._notifications), "told once"
+        chat.endpoint.other_names = ["/models/blind.gguf"]
+        await chat.ask("/model /models/blind.gguf")
+        await chat.until(lambda: chat.session.chat.model == "/models/blind.gguf", "a model that no list has")
+        await chat.ask("And again")
+        await chat.hears("left out for blind.gguf, which reads no images: cat.png")
+        assert chat.endpoint.requests[-1]["messages"][0]["content"] == sent[0]
 
 
 @pytest.mark.parametrize(
@@ -216,6 +222,9 @@ async def test_a_model_that_no_list_has_is_not_said_to_be_blind() -> None:
     class Server:
         is_edgelm = True
 
+        async def described(self, model: str) -> ModelEntry | None:
+            return ModelEntry(model) if model == "/models/blind.gguf" else None
+
     class Listing:
         async def client(self) -> Server:
             return Server()
@@ -226,5 +235,6 @@ async def test_a_model_that_no_list_has_is_not_said_to_be_blind() -> None:
     cat = Attachment(kind="image", name="cat.png", data=b"1")
     link: Any = Listing()
     await require_sight(link, "/models/gone.gguf", [cat])
-    with pytest.raises(RequestError, match=r"starter reads no images: cat\.png"):
-        await require_sight(link, "starter", [cat])
+    for model in ("starter", "/models/blind.gguf"):
+        with pytest.raises(RequestError, match=rf"{Path(model).name} reads no images: cat\.png"):
+            await require_sight(link, model, [cat])
