@@ -147,7 +147,7 @@ class _Planner:
         i, width = len(self.config.layers), self.config.hidden_size
         ours, theirs = FOLDER_NEXT, GGUF_NEXT
         yield from replace(self, config=self.config.with_next_layer()).layer(i)
-        yield self._matrix(f"{ours.joint}.weight", theirs.joint, i, rows=width, columns=2 * width)
+        yield self._matrix(f"{ours.joint}.weight", theirs.joint.format(i=i), rows=width, columns=2 * width)
         for our, their in (
             (ours.embedding_norm, theirs.embedding_norm),
             (ours.hidden_norm, theirs.hidden_norm),
@@ -157,7 +157,7 @@ class _Planner:
                 yield self._norm(our, their, i, width)
         for our, their in ((ours.embedding, theirs.embedding), (ours.output, theirs.output)):
             if f"{our}.weight" in self.files:
-                yield self._matrix(f"{our}.weight", their, i, columns=width)
+                yield self._matrix(f"{our}.weight", their.format(i=i), columns=width)
 
     def _numbers(self) -> Iterator[OutTensor]:
         for name, values in rope_numbers(self.config).items():
