@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from textual import events
 
+from edgelm.chats.folders import MAX_WALK_S, Entry, Walk
+from edgelm.tui.prompt import file_picker
 from edgelm.tui.terminal_input import InputParser
 from tests.tui.conftest import Driver, Open
 from tests.tui.test_mouse import click
@@ -142,6 +146,62 @@ async def test_keys_behind_a_file_in_one_read_are_the_message(open_chat: Open, f
         await at_once(chat, "@src/not\t\rgo on\r")
         await chat.until(lambda: len(chat.turns) == 4 and chat.answer is None, "answered")
         assert chat.turns[2] == ("user", "go on")
+
+
+@pytest.fixture
+def slow_walk(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, list[str]]]:
+    """Let no walk through a folder end before the event; return it and the folders of the walks."""
+    go_on, walks = threading.Event(), list[str]()
+
+    class SlowWalk(Walk):
+        def entries(self) -> Iterator[Entry]:
+            walks.append(self._root)
+            go_on.wait()
+            return super().entries()
+
+    monkeypatch.setattr("edgelm.tui.prompt.file_list.Walk", SlowWalk)
+    yield go_on, walks
+    go_on.set()
+
+
+async def test_keys_behind_a_file_wait_for_a_slow_disk(
+    open_chat: Open, folder: Path, slow_walk: tuple[threading.Event, list[str]]
+) -> None:
+    go_on, walks = slow_walk
+    assert file_picker.WAIT_S > MAX_WALK_S
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.press(*"@not")
+        await at_once(chat, "es\rWhat is it?\r")
+        go_on.set()
+        await chat.until(lambda: len(chat.turns) == 2 and chat.answer is None, "answered")
+        assert last_content(chat) == "src/notes.md:\n```\n# Notes\n```\n\nWhat is it?"
+        assert walks == [str(folder)], "one walk for all letters"
+
+
+@pytest.mark.parametrize(("word", "key"), [("notes", "\r"), ("src/not", "\t"), ("nosuch", "\r")])
+async def test_a_key_is_remembered_where_a_disk_is_too_slow(
+    open_chat: Open,
+    folder: Path,
+    slow_walk: tuple[threading.Event, list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    word: str,
+    key: str,
+) -> None:
+    monkeypatch.setattr(file_picker, "WAIT_S", 0.01)
+    async with open_chat() as chat:
+        await chat.ready()
+        await at_once(chat, f"@{word}{key}")
+        waited = asyncio.Event()
+        chat.prompt.call_later(waited.set)  # behind the keys
+        await asyncio.wait_for(waited.wait(), chat.patience_s)
+        assert (names(chat), chat.prompt.text) == ([], f"@{word}")
+        slow_walk[0].set()
+        if word == "nosuch":
+            await chat.until(lambda: chat.turns[:1] == [("user", "@nosuch")], "a word is a word")
+        else:
+            await has(chat, "src/notes.md")
+            assert (chat.turns, chat.prompt.text) == ([], "")
 
 
 async def test_a_folder_is_opened_by_tab_and_by_mouse(open_chat: Open, folder: Path) -> None:

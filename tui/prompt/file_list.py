@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from bisect import bisect_left
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,21 +27,23 @@ def word_before(line: str) -> tuple[int, str] | None:
 
 
 class FileList:
-    """The files below the current folder, walked once for each list that is opened."""
+    """The files below the current folder, walked once for each list that is opened. Threads may share it."""
 
     def __init__(self) -> None:
         self._entries: dict[bool, list[Entry]] = {}  # by whether hidden ones are among them
+        self._walks = {False: threading.Lock(), True: threading.Lock()}  # one each at a time
 
     def matches(self, word: str) -> list[Suggestion]:
         """Return what an @word may mean; the text of a suggestion is the path of a file, relative or absolute."""
         if word.startswith(("/", "~", "../")) or word in (".", ".."):
             return _of_folder(word)
         hidden = word.startswith(".") or "/." in word
-        if hidden not in self._entries:
-            try:
-                self._entries[hidden] = list(Walk(str(Path.cwd()), hidden=hidden).entries())
-            except OSError:  # the current folder is gone
-                return []
+        with self._walks[hidden]:
+            if hidden not in self._entries:
+                try:
+                    self._entries[hidden] = list(Walk(str(Path.cwd()), hidden=hidden).entries())
+                except OSError:  # the current folder is gone
+                    return []
         return _ranked(self._entries[hidden], word)
 
 

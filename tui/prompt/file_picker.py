@@ -13,12 +13,13 @@ from typing import Any
 from edgelm.base.errors import EdgeLMError
 from edgelm.base.workers.parent import in_daemon_thread
 from edgelm.chats.attached_files import full_path
+from edgelm.chats.folders import MAX_WALK_S
 from edgelm.tui.commands.table import Suggestion
 from edgelm.tui.prompt.box import Completion, Prompt
 from edgelm.tui.prompt.file_list import FileList, word_before
 
 Place = tuple[int, int]  # row and column
-WAIT_S = 2.0  # for the files of a slow disk, with the keys behind Enter or Tab
+WAIT_S = MAX_WALK_S + 2.0  # for the files of a slow disk, with the keys behind Enter or Tab
 
 
 class FilePicker:
@@ -36,6 +37,9 @@ class FilePicker:
         self._attach = attach
         self._run = run
         self._files: FileList | None = None  # of the list that is open
+        self._asked: str | None = None  # the word that files were last looked for
+        self._ended = asyncio.Event()  # that look
+        self._pending: bool | None = None  # take its first file; True: open it if it is a folder
         self._listed: str | None = None  # the word that the list shows the files for
         self._left: Place | None = None  # the @word that the user closed the list for
 
@@ -53,10 +57,12 @@ class FilePicker:
             return False
         self._left = None
         if self._files is None:
-            self._files, self._listed = FileList(), None
+            self._files, self._asked, self._listed = FileList(), None, None
         self._prompt.picking = True
         self._prompt.offering = False
-        self._run(self._list(self._files, word))
+        if word != self._asked or (self._ended.is_set() and word != self._listed):
+            self._asked, self._ended, self._pending = word, asyncio.Event(), None
+            self._run(self._list(self._files, word, self._ended))
         return True
 
     def leave(self) -> None:
@@ -76,8 +82,11 @@ class FilePicker:
         _, word = self._word()
         if self._listed != word:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._list(self._files, word), WAIT_S)
-            if self._listed != word or not self._prompt.picking:  # too slow, or the list was closed meanwhile
+                await asyncio.wait_for(self._ended.wait(), WAIT_S)
+            if not self._prompt.picking or self._word()[1] != word:  # the list was closed meanwhile
+                return True
+            if self._listed != word:
+                self._pending = opens
                 return True
         chosen = self._completion.chosen
         if chosen is None:  # no file fits: the word is a word
@@ -105,13 +114,23 @@ class FilePicker:
         with suppress(EdgeLMError):  # a home that is not known
             self._attach(full_path(suggestion.text))
 
-    async def _list(self, files: FileList, word: str) -> None:
-        suggestions = await in_daemon_thread(lambda: files.matches(word))
-        if files is not self._files or self._word()[1] != word:
-            return
-        self._listed = word
-        self._completion.show_for(f"@{word}", suggestions)
-        self._prompt.completing = bool(suggestions)
+    async def _list(self, files: FileList, word: str, ended: asyncio.Event) -> None:
+        try:
+            suggestions = await in_daemon_thread(lambda: files.matches(word))
+            if files is not self._files or self._word()[1] != word:
+                return
+            self._listed = word
+            self._completion.show_for(f"@{word}", suggestions)
+            self._prompt.completing = bool(suggestions)
+        finally:
+            ended.set()
+        opens, self._pending = self._pending, None
+        if opens is not None and not await self.take(opens=opens):
+            self._prompt.call_later(self._send)  # an event that the pane sends stops at the pane
+
+    def _send(self) -> None:
+        if self._prompt.text:  # it may be sent already
+            self._prompt.action_send()
 
     def _word(self) -> tuple[Place | None, str]:
         """Return the place of the @word before the cursor, and the word without its @.
