@@ -64,7 +64,9 @@ def in_english(question: str, language: str) -> str:
     words = [table.english[match["word"]] for match in table.found.finditer(text)]
     # In a question that is all in capitals, they are no sign of a name.
     whole = question[:MAX_QUESTION].lower() if question.isupper() else question[:MAX_QUESTION]
-    latin = [word for word in _WORD.findall(whole) if word.isascii() and word.lower() not in table.english]
+    latin = [
+        word for word in _WORD.findall(_HAN.sub(" ", whole)) if word.isascii() and word.lower() not in table.english
+    ]
     names = latin if language == "zh" else [word for word in latin if _is_name(word)]
     if table.common.issuperset(words) and _NAMES.isdisjoint(map(str.lower, names)):
         return ""

@@ -46,8 +46,13 @@ SMALL_TALK = (
     "I know no jokes, but I can tell you how to use edgelm.",
     "All right. Ask me about edgelm when you like.",
 )
-_GREETINGS = frozenset(
-    "hi|hello|hey|hi there|hello there|good morning|hallo|guten tag|bonjour|salut|hola|你好|您好".split("|")
+_GREETING = re.compile(
+    r"(?:(?:hi|hello|hey|hiya|greetings|good (?:morning|day|afternoon|evening)|hallo|moin|servus|gr(?:ü|ue)ss gott|"
+    r"guten (?:tag|morgen|abend)|bonjour|bonsoir|salut|hola|(?:你好|您好|大家好|早上好|下午好|晚上好)啊?)(?: |$))+"
+)
+_FILLERS = frozenset(
+    "there you to again all everyone dear my friend friends world machine bot ai edgelm starter an alle zusammen "
+    "mein freund à tous toi mon ami".split()
 )
 _LARGER = "A larger model for this machine"
 _SIZE = re.compile(r"\b\d+(?:[.,]\d+)?\s*(?:b|[kmg]i?b)\b", re.IGNORECASE)  # the guide has other examples
@@ -66,7 +71,7 @@ def starter_passages(knowledge: Knowledge, question: str, larger: str | None, co
     knowledge.refresh([GUIDE])
     last = larger_model(larger)
     original, language = question, language_of(question)
-    if _folded(original) in _GREETINGS:
+    if _is_greeting(original):
         return [last]
     asked = _listed().get(_folded(original), set())
     question = _SIZE.sub("", in_english(question, language) if language else _COMPUTER.sub("machine", question))
@@ -106,6 +111,22 @@ def _folded(question: str) -> str:
     return " ".join(_WORD.findall(question.casefold()))
 
 
+def _is_greeting(question: str) -> bool:
+    """Tell whether a text only greets: it has no other words but fillers, and at most one that may be a name."""
+    words = _folded(question)
+    if (greeting := _GREETING.match(words)) is None:
+        return False
+    others = [word for word in words[greeting.end() :].split() if word not in _FILLERS]
+    return not others or (len(others) == 1 and others[0].isalpha() and others[0] not in _guide_words())
+
+
+@functools.cache
+def _guide_words() -> frozenset[str]:
+    return frozenset(
+        word for page in searchable_pages() for word in _folded(" ".join([page.text, *page.asked.values()])).split()
+    )
+
+
 def _is_about(question: str, section: Section) -> bool:
     """Tell whether a section certainly answers a question: one of its list, or one with no word but those of its title.
 
@@ -143,7 +164,7 @@ def starter_answers(passages: Sequence[Passage], question: str = "") -> list[str
     It quotes them, says that it does not know, or gives one of its own sentences: so it names no command that does not
     exist. To a question in another language, which it cannot read, it quotes what there is.
     """
-    if _folded(question) in _GREETINGS:
+    if _is_greeting(question):
         return [SMALL_TALK[0]]
     if (language := language_of(question)) and (about := [p for p in passages if p.heading != _LARGER]):
         return ["\n\n".join([LINES[language], *(passage.text.strip("\n") for passage in about)])]

@@ -86,3 +86,4 @@ def test_names_and_numbers_stay_as_they_are() -> None:
     assert in_english("Wie lade ich Qwen3-4B herunter?", "de").split()[-2:] == ["Qwen3", "4B"]
     assert in_english("Wie geht es?", "de") == ""
     assert in_english("Wie benutze ich die API?", "de").split()[-1] == "API", "a name is enough"
+    assert in_english("\u600e\u6837\u4f7f\u7528gpu?", "zh").split()[-1] == "gpu"

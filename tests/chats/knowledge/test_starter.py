@@ -119,6 +119,24 @@ def test_what_newcomers_ask_has_its_section(knowledge: Knowledge, question: str,
     assert starter_passages(knowledge, question, None)[0].heading == title
 
 
-@pytest.mark.parametrize("text", ["Hi", "hello!", "Guten Tag", "\u4f60\u597d"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Hi",
+        "hello!",
+        "Good evening",
+        "hello there, friend",
+        "HEY EDGELM",
+        "Hello Brunhilde",
+        "Guten Abend",
+        "bonsoir",
+        "\u4f60\u597d",
+    ],
+)
 def test_a_greeting_is_answered_by_one(knowledge: Knowledge, text: str) -> None:
     assert starter_answers(starter_passages(knowledge, text, None), text) == [SMALL_TALK[0]]
+
+
+@pytest.mark.parametrize("text", ["hi memory", "Hello, how do I download a model?", "good model", "history", "hi 4b"])
+def test_a_question_that_only_begins_so_is_no_greeting(knowledge: Knowledge, text: str) -> None:
+    assert starter_answers(starter_passages(knowledge, text, None), text) != [SMALL_TALK[0]]
