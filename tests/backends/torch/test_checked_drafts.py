@@ -95,3 +95,16 @@ def test_a_model_is_checked_without_a_head_that_cannot_be_loaded(tmp_path: Path)
     ):
         _, head = self_check._some_layers(model, torch.device("cpu"), torch.float32, "off")
     assert head is None
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_verdict_without_a_head_that_lacks_a_matrix_is_not_that_of_a_whole_head(beside: bool, tmp_path: Path) -> None:
+    """Its other matrices have the shape of the one that it lacks."""
+    keys = []
+    for name, drop in (("whole", "-"), ("lacking", "blk.4.ffn_up")):
+        part: odd_models.Part = "model" if beside else "all"
+        model = write_odd(tmp_path / f"{name}.gguf", "qwen35", heads=0.5, part=part, drop="-" if beside else drop)
+        heads = write_odd(tmp_path / f"mtp-{name}.gguf", "qwen35", heads=0.5, part="heads", drop=drop)
+        with open_model(model) as alone, open_heads(alone, heads if beside else None) as opened:
+            keys.append(check_key(opened, Settings(), "f16"))
+    assert keys[0] != keys[1]
