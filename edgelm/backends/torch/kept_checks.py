@@ -11,6 +11,7 @@ import shutil
 import sysconfig
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -121,11 +122,19 @@ def verdict_for(
     heads = model.heads.path if model.heads else None
     request = CheckGpu(_path(model), (mode,), settings.quantize, short=True, heads=heads)
     verdict = run_check(request, notify, command=command)
-    keep(folder, f"{key}-short", verdict)
+    _keep(model, settings, mode, folder, verdict, "-short")
     return verdict
 
 
 def keep_whole(model: OpenedModel, settings: Settings, modes: Sequence[str], folder: Path, verdict: GpuVerdict) -> None:
     """Keep the verdict of a whole check of a model's ops, in all these KV modes together."""
     for mode in modes:
-        keep(folder, check_key(model, settings, mode), verdict)
+        _keep(model, settings, mode, folder, verdict)
+
+
+def _keep(
+    model: OpenedModel, settings: Settings, mode: str, folder: Path, verdict: GpuVerdict, suffix: str = ""
+) -> None:
+    """Keep a verdict; one without faults also for the model where its heads do not draft."""
+    for one in (model,) if verdict.wrong else (model, replace(model, heads=None)):
+        keep(folder, check_key(one, settings, mode) + suffix, verdict)

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from edgelm.backends.gpu_check import CheckGpu
+from edgelm.backends.gpu_check import CheckGpu, GpuVerdict, OpVerdict
+from edgelm.backends.kept_verdicts import kept_verdict
 from edgelm.backends.model import open_heads, open_model
 from edgelm.backends.torch import check_worker, self_check
-from edgelm.backends.torch.kept_checks import check_key
+from edgelm.backends.torch.kept_checks import check_key, keep_whole
 from edgelm.backends.torch.self_check import Comparison, described
 from edgelm.base.config import Settings
 from edgelm.kernels.choice import Implementation
@@ -108,3 +109,15 @@ def test_a_verdict_without_a_head_that_lacks_a_matrix_is_not_that_of_a_whole_hea
         with open_model(model) as alone, open_heads(alone, heads if beside else None) as opened:
             keys.append(check_key(opened, Settings(), "f16"))
     assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_verdict_with_heads_is_that_of_the_model_alone_unless_a_kernel_is_wrong(right: bool, tmp_path: Path) -> None:
+    """`doctor --gpu` checks with the heads beside a model, and `eval` does without them."""
+    model = write_odd(tmp_path / "m.gguf", "qwen35", heads=0.5, part="model")
+    heads = write_odd(tmp_path / "mtp-m.gguf", "qwen35", heads=0.5, part="heads")
+    verdict = GpuVerdict("GPU X", verdicts=(OpVerdict("matmul", "of the head", right=right),))
+    with open_model(model) as alone, open_heads(alone, heads) as opened:
+        keep_whole(opened, Settings(), ["f16"], tmp_path, verdict)
+        kept = [kept_verdict(tmp_path, check_key(one, Settings(), "f16")) for one in (opened, alone)]
+    assert kept == [verdict, verdict if right else None]
