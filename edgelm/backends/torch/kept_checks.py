@@ -11,6 +11,7 @@ import shutil
 import sysconfig
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,24 +24,25 @@ from edgelm.base.config import Settings
 from edgelm.base.kv_modes import TORCH_KV
 from edgelm.base.machine.gpu import nvidia_gpus
 
-FORMAT = 6  # of the file, and of the checks
+FORMAT = 7  # of the file, and of the checks
 PACKAGES = ("torch", "triton")
 
 
 def check_key(model: OpenedModel, settings: Settings, mode: str) -> str:
-    """Return the key of a verdict: GPU, driver, packages, and the formats and shapes that the model's ops have."""
+    """Return the key of a verdict: GPU, driver, packages, and the formats and shapes of the model's tensors."""
     gpus = _gpus()
-    shapes = sorted(
-        {
-            repr((_kind(tensor), tuple(tensor.shape)))
-            for file in (model.gguf, model.folder, model.heads)
-            for tensor in (file.tensors.values() if file else ())
-        }
+    tensors = sorted(  # with their names: a head that lacks one is not checked
+        (name, _kind(tensor), tuple(tensor.shape))
+        for file in (model.gguf, model.folder, model.heads)
+        for name, tensor in (file.tensors.items() if file else ())
     )
-    metadata = model.gguf.metadata if model.gguf else model.config or {}
-    facts = sorted((key, repr(value)) for key, value in metadata.items() if isinstance(value, str | int | float | bool))
-    facts = [(key, value) for key, value in facts if not key.startswith(("general.name", "tokenizer."))]
-    identity = (FORMAT, __version__, _versions(), gpus, _driver(), _compiler(), shapes, facts, mode, settings.quantize)
+    facts = sorted(
+        (key, repr(value))
+        for metadata in (model.gguf.metadata if model.gguf else model.config, model.heads and model.heads.metadata)
+        for key, value in (metadata or {}).items()
+        if isinstance(value, str | int | float | bool) and not key.startswith(("general.name", "tokenizer."))
+    )
+    identity = (FORMAT, __version__, _versions(), gpus, _driver(), _compiler(), tensors, facts, mode, settings.quantize)
     return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
 
 
@@ -113,19 +115,26 @@ def verdict_for(
     `edgelm doctor --gpu MODEL` makes and keeps the whole check.
     """
     key = check_key(model, settings, mode)
-    short_key = f"{key}-short"
-    kept = kept_verdict(folder, key) or kept_verdict(folder, short_key)
+    kept = kept_verdict(folder, key) or kept_verdict(folder, f"{key}-short")
     if kept is not None:
         return kept
     notify("checking the kernels on this GPU, once for a kind of model")
     heads = model.heads.path if model.heads else None
     request = CheckGpu(_path(model), (mode,), settings.quantize, short=True, heads=heads)
     verdict = run_check(request, notify, command=command)
-    keep(folder, short_key, verdict)
+    _keep(model, settings, mode, folder, verdict, "-short")
     return verdict
 
 
 def keep_whole(model: OpenedModel, settings: Settings, modes: Sequence[str], folder: Path, verdict: GpuVerdict) -> None:
     """Keep the verdict of a whole check of a model's ops, in all these KV modes together."""
     for mode in modes:
-        keep(folder, check_key(model, settings, mode), verdict)
+        _keep(model, settings, mode, folder, verdict)
+
+
+def _keep(
+    model: OpenedModel, settings: Settings, mode: str, folder: Path, verdict: GpuVerdict, suffix: str = ""
+) -> None:
+    """Keep a verdict; one without faults also for the model where its heads do not draft."""
+    for one in (model,) if verdict.wrong else (model, replace(model, heads=None)):
+        keep(folder, check_key(one, settings, mode) + suffix, verdict)

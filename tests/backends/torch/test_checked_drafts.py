@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from edgelm.backends.gpu_check import CheckGpu
+from edgelm.backends.gpu_check import CheckGpu, GpuVerdict, OpVerdict
+from edgelm.backends.kept_verdicts import kept_verdict
 from edgelm.backends.model import open_heads, open_model
 from edgelm.backends.torch import check_worker, self_check
-from edgelm.backends.torch.kept_checks import check_key
+from edgelm.backends.torch.kept_checks import check_key, keep_whole
 from edgelm.backends.torch.self_check import Comparison, described
 from edgelm.base.config import Settings
 from edgelm.kernels.choice import Implementation
@@ -95,3 +96,28 @@ def test_a_model_is_checked_without_a_head_that_cannot_be_loaded(tmp_path: Path)
     ):
         _, head = self_check._some_layers(model, torch.device("cpu"), torch.float32, "off")
     assert head is None
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_verdict_without_a_head_that_lacks_a_matrix_is_not_that_of_a_whole_head(beside: bool, tmp_path: Path) -> None:
+    """Its other matrices have the shape of the one that it lacks."""
+    keys = []
+    for name, drop in (("whole", "-"), ("lacking", "blk.4.ffn_up")):
+        part: odd_models.Part = "model" if beside else "all"
+        model = write_odd(tmp_path / f"{name}.gguf", "qwen35", heads=0.5, part=part, drop="-" if beside else drop)
+        heads = write_odd(tmp_path / f"mtp-{name}.gguf", "qwen35", heads=0.5, part="heads", drop=drop)
+        with open_model(model) as alone, open_heads(alone, heads if beside else None) as opened:
+            keys.append(check_key(opened, Settings(), "f16"))
+    assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_verdict_with_heads_is_that_of_the_model_alone_unless_a_kernel_is_wrong(right: bool, tmp_path: Path) -> None:
+    """`doctor --gpu` checks with the heads beside a model, and `eval` does without them."""
+    model = write_odd(tmp_path / "m.gguf", "qwen35", heads=0.5, part="model")
+    heads = write_odd(tmp_path / "mtp-m.gguf", "qwen35", heads=0.5, part="heads")
+    verdict = GpuVerdict("GPU X", verdicts=(OpVerdict("matmul", "of the head", right=right),))
+    with open_model(model) as alone, open_heads(alone, heads) as opened:
+        keep_whole(opened, Settings(), ["f16"], tmp_path, verdict)
+        kept = [kept_verdict(tmp_path, check_key(one, Settings(), "f16")) for one in (opened, alone)]
+    assert kept == [verdict, verdict if right else None]
