@@ -18,7 +18,7 @@ from edgelm.base.config import load_config
 from edgelm.base.durations import keep_alive_text, parse_keep_alive
 from edgelm.base.errors import EdgeLMError, UsageError
 from edgelm.base.places import expand_home
-from edgelm.base.runtime import FrontRecord
+from edgelm.base.runtime import FrontRecord, find_fronts
 from edgelm.commands.flags import Json, Model
 from edgelm.commands.running import ask_front, get_state, require_front
 from edgelm.library.names import shown
@@ -62,14 +62,25 @@ def unload_models(
     every: Annotated[bool, typer.Option("--all", help="Unload all models.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Let the running server unload a model, or all. Raises EdgeLMError, also for one that is in use."""
+    """Let the server that has a model unload it, or all servers all. Raises EdgeLMError, also for one in use."""
     if (model is None) == (not every):
         raise UsageError("name the model to unload, or give --all")
-    front = require_front(load_config({}))
-    names = [_name_for(model)] if model is not None else _loaded(front)
+    config = load_config({})
+    first = require_front(config)
+    fronts = find_fronts(config.places.runtime, config.library)
+    targets: list[tuple[FrontRecord, str]] = []
     problems = []
     done = []
-    for name in names:
+    if model is not None:
+        name = _name_for(model)
+        targets = [(next((front for front in fronts if _has(front, name)), first), name)]
+    else:
+        for front in fronts:
+            try:
+                targets += [(front, name) for name in _loaded(front)]
+            except EdgeLMError as error:
+                problems.append(error)
+    for front, name in targets:
         try:
             ask_front(front, "POST", "/models/unload", {"model": name}, limit_s=60.0)
             done.append(name)
@@ -80,7 +91,7 @@ def unload_models(
     else:
         for name in done:
             print(f"{shown(name)} is unloaded")
-        if every and not names:
+        if not (targets or problems):
             print("no model is loaded")
     if problems:
         raise EdgeLMError("; ".join(str(problem) for problem in problems))
@@ -91,6 +102,14 @@ def _name_for(name: str) -> str:
     path = os.path.abspath(expand_home(name))  # noqa: PTH100 - pathlib raises for names of no file
     is_file = name.endswith(".gguf") or os.sep in name
     return path if is_file and os.path.exists(path) else name  # noqa: PTH110 - as above
+
+
+def _has(front: FrontRecord, name: str) -> bool:
+    """Return whether a server has a model loaded, or loads it."""
+    try:
+        return bool(ask_front(front, "GET", f"/v1/models/{quote(name)}")["status"]["value"] != "unloaded")
+    except (EdgeLMError, KeyError, TypeError):
+        return False  # it does not answer, or has no such model
 
 
 def _loaded(front: FrontRecord) -> list[str]:

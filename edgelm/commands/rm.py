@@ -166,7 +166,10 @@ def _refuse_loaded(models: list[LocalModel], config: Config) -> None:
         for model in models:
             if paths & {os.path.realpath(file) for file in (model.path, *model.files)}:
                 message = f"{shown(model.name)} is loaded by the edgelm server (pid {front.pid})"
-                raise ModelError(message, f"edgelm unload {shown(model.name)}, or stop the server")
+                stop = f"stop the server at {front.address}"  # one of another library may not know the name
+                raise ModelError(
+                    message, f"edgelm unload {shown(model.name)}, or {stop}" if front.serves(config.library) else stop
+                )
 
 
 def _loaded_paths(front: FrontRecord) -> set[str]:

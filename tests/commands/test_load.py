@@ -1,21 +1,90 @@
-"""`edgelm load` without a real server: names of no file, and Ctrl-C."""
+"""`edgelm load` and `edgelm unload` without a real server: several servers, names of no file, and Ctrl-C."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
 from edgelm.base.errors import EdgeLMError
 from edgelm.base.runtime import FrontRecord, announced
-from edgelm.commands.load import load_model
+from edgelm.commands.load import load_model, unload_models
 
 LIMIT_S = 60.0
+
+
+class FakeFront:
+    """A server that has models loaded, and refuses to unload others."""
+
+    def __init__(self, loaded: list[str]) -> None:
+        self.loaded = loaded
+
+    def asked(self, method: str, path: str, name: str) -> tuple[int, dict[str, Any]]:
+        if path == "/edgelm/ps":
+            return 200, {"models": [{"model": loaded, "state": "ready"} for loaded in self.loaded]}
+        if method == "GET":
+            return 200, {
+                "status": {"value": "loaded" if unquote(path).split("/", 3)[-1] in self.loaded else "unloaded"}
+            }
+        if name not in self.loaded:
+            return 400, {"error": {"message": f"{name} is not loaded"}}
+        self.loaded.remove(name)
+        return 200, {"success": True}
+
+    @contextmanager
+    def serve(self, runtime: Path) -> Iterator[None]:
+        front = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                body = self.rfile.read(int(self.headers.get("content-length", 0)))
+                status, document = front.asked(self.command, self.path, json.loads(body)["model"] if body else "")
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(json.dumps(document).encode())
+
+            def do_POST(self) -> None:
+                self.do_GET()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            with announced(runtime, FrontRecord(os.getpid(), f"http://127.0.0.1:{server.server_port}")):
+                yield
+            server.shutdown()
+
+
+def test_the_server_that_has_the_model_unloads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind in ("CONFIG", "RUNTIME"):
+        monkeypatch.setenv(f"EDGELM_{kind}_DIR", str(tmp_path))
+    first, second = FakeFront(["a", "b"]), FakeFront(["a", "c", "own/m:Q8_0"])
+    with first.serve(tmp_path), second.serve(tmp_path):
+        for name in ("c", "own/m:Q8_0", "a"):
+            unload_models(name, every=False)
+        assert (first.loaded, second.loaded) == (["b"], ["a"])
+        with pytest.raises(EdgeLMError, match="c is not loaded"):
+            unload_models("c", every=False)
+        capsys.readouterr()
+        unload_models(every=True)
+        assert capsys.readouterr().out == "b is unloaded\na is unloaded\n"
+        unload_models(every=True)
+        assert capsys.readouterr().out == "no model is loaded\n"
 
 
 NAMES = {"of nobody": "~nobody-of-that-name/x.gguf", "long": "x" * 5000 + ".gguf", "long path": "/" + "x" * 5000}

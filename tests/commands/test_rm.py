@@ -276,7 +276,7 @@ def test_a_file_in_download_is_kept(hub: Path) -> None:
 
 
 @contextmanager
-def fake_front(runtime: Path, loaded: Path) -> Iterator[None]:
+def fake_front(runtime: Path, loaded: Path, **more: str) -> Iterator[str]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = json.dumps({"models": [{"path": str(loaded)}]}).encode()
@@ -290,11 +290,11 @@ def fake_front(runtime: Path, loaded: Path) -> Iterator[None]:
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    runtime.mkdir()
+    runtime.mkdir(exist_ok=True)
     address = f"http://127.0.0.1:{server.server_port}"
-    (runtime / "front.json").write_text(json.dumps({"pid": os.getpid(), "address": address}))
+    (runtime / "front.json").write_text(json.dumps({"pid": os.getpid(), "address": address, **more}))
     try:
-        yield
+        yield address
     finally:
         server.shutdown()
         server.server_close()
@@ -303,8 +303,10 @@ def fake_front(runtime: Path, loaded: Path) -> Iterator[None]:
 def test_a_loaded_model_is_kept(hub: Path) -> None:
     snapshot = put(hub, "own/m", {"m-Q8_0.gguf": b"a", "m-Q4_0.gguf": b"b"})
     with fake_front(hub.parent / "runtime", snapshot / "m-Q8_0.gguf"):
-        assert f"loaded by the edgelm server (pid {os.getpid()})" in refusal("own/m:Q8_0")
+        assert f"loaded by the edgelm server (pid {os.getpid()}); edgelm unload own/m:Q8_0, or" in refusal("own/m:Q8_0")
         rm("own/m:Q4_0")
+    with fake_front(hub.parent / "runtime", snapshot / "m-Q8_0.gguf", library="of another home") as address:
+        assert refusal("own/m:Q8_0").endswith(f"; stop the server at {address}")
     rm("own/m:Q8_0")  # a stale record: no server answers
     assert names(hub) == set()
 

@@ -280,9 +280,10 @@ async def test_a_failure_is_one_line_and_the_next_message_works(talk: Talk, endp
 async def test_the_prompt_comes_where_nothing_is_connected(talk: Talk, endpoint: FakeEndpoint) -> None:
     endpoint.refuse_key = True
     output = Output()
-    await talk("q", output=output)
+    await talk("q", "/model", output=output)
     error = f"error: {endpoint.address} refuses the key: the API key is missing or wrong; give the right --api-key\n"
-    assert output.getvalue() == f"{error}edgelm, model none yet, /help lists the commands\n{error}"
+    again = "error: the same as at the start\n"
+    assert output.getvalue() == f"{error}edgelm, model none yet, /help lists the commands\n{again}{again}"
 
 
 async def test_a_full_context_names_a_command_and_no_key(talk: Talk, endpoint: FakeEndpoint) -> None:

@@ -72,7 +72,9 @@ class SpokenAnswer:
             if message.state == "done":
                 self._writer.stream("no text")
         self._writer.end()
-        if note := note_of(message):
+        if message.state == "failed":
+            self._writer.error(in_lines(message.note))
+        elif note := note_of(message):
             self._writer.line(note)
 
     def _tell_calls(self) -> None:

@@ -152,7 +152,7 @@ class PlainChat:
             if note := self._wait(self._workspace.choose_default()):
                 self._writer.line(note)
         except EdgeLMError as error:
-            self._writer.error(error)
+            self._writer.error(error, at_start=True)
         except KeyboardInterrupt:
             self._writer.line("stopped")
         model = short_name(self._workspace.model) or "none yet"

@@ -36,15 +36,19 @@ class Writer:
         self._held = ""  # the begun sentence
         self._in_line = False
         self.failure: OSError | None = None
+        self._told_at_start = ""  # the error of the first connection: every message would tell it again
 
     def line(self, text: str) -> None:
         """Write a line of its own, or several; a text that streams is ended before."""
         self.end()
         self._write(clean(text) + "\n")
 
-    def error(self, error: object) -> None:
-        """Write an error, in one line."""
-        self.line(f"error: {' '.join(str(error).split())}")
+    def error(self, error: object, *, at_start: bool = False) -> None:
+        """Write an error, in one line; in few words where it was told at the start."""
+        text = " ".join(str(error).split())
+        self.line("error: the same as at the start" if text == self._told_at_start else f"error: {text}")
+        if at_start:
+            self._told_at_start = text
 
     def prompt(self, text: str) -> None:
         """Write the beginning of a line that the user ends."""
