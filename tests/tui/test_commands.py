@@ -250,6 +250,18 @@ async def test_a_title_is_typed_faster_than_its_dialog_opens(open_chat: Open, st
         assert chat.session.chat.title == "My title"
 
 
+@pytest.mark.parametrize("keys", ["\x1bOQMy title\r\r", "\x1bOQ\x1b[27u\x1b[27u"], ids=["enter", "escape"])
+async def test_a_dialog_closes_once(open_chat: Open, keys: str) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        for event in InputParser().feed(keys):  # in one read of the terminal
+            chat.app.post_message(event)
+        await chat.pilot.pause()
+        assert (chat.session.chat.title == "My title") == ("title" in keys)
+        await chat.ask("q")
+        assert chat.turns[0] == ("user", "q")
+
+
 @pytest.mark.parametrize(("typed", "field"), [("\x0cwhale\r", "#find Input"), ("\x06whale\r", "#search")])
 async def test_words_to_find_are_typed_faster_than_their_field_opens(open_chat: Open, typed: str, field: str) -> None:
     async with open_chat() as chat:
