@@ -59,8 +59,15 @@ def build(job: EngineJob, reports: Reports = LOGGED, places: Places | None = Non
         model = files.enter_context(open_model(job.model))
         heads = fitting_heads(settings, job.model, model.facts, named, reports.warn) if job.drafts else None
         drafting = files.enter_context(open_heads(model, heads.path if heads else None))
-        beside, least = None if has_heads else named, job.least_context
-        choice = choose(drafting, settings, draft=beside, least_context=least, cuda_problem=job.cuda_problem)
+        beside = None if has_heads else named
+        choice = choose(
+            drafting,
+            settings,
+            draft=beside,
+            least_context=job.least_context,
+            held_gpu_bytes=job.held_gpu_bytes,
+            cuda_problem=job.cuda_problem,
+        )
         for reason in choice.reasons:
             log.info("%s", reason)
         if choice.unused_gpu and not job.cuda_problem:  # that one was told already
@@ -256,11 +263,13 @@ def choose(
     draft: Path | None = None,
     least_context: int = 0,
     freed_gpu_bytes: int = 0,
+    held_gpu_bytes: int = 0,
     cuda_problem: str = "",
 ) -> EngineChoice:
     """Choose the engine of an open model, and of its draft model, on this machine.
 
-    `freed_gpu_bytes` of the GPU's memory are taken now and will be free. `cuda_problem` is why CUDA is not to be used.
+    `freed_gpu_bytes` of the GPU's memory are taken now and will be free; other engines of this server have
+    `held_gpu_bytes`. `cuda_problem` is why CUDA is not to be used.
     Raises ModelError, EdgeLMError.
     """
     from edgelm.backends.llama.binding import BUILD, gpu_problem
@@ -307,6 +316,7 @@ def choose(
             offload_problem=gpu_problem,
             offload_hint=gpu_backend_command(BUILD, llama_backend(gpu)) if gpu and not devices else "",
             gpu=gpu,
+            held_bytes=held_gpu_bytes,
             cuda=cuda,
         ),
     )

@@ -43,6 +43,7 @@ class Situation:
     offload_problem: str = ""  # why an installed backend for GPUs is not used
     offload_hint: str = ""  # what to type where none is installed
     gpu: StandingGpu | None = None  # whatever its driver
+    held_bytes: int = 0  # of its memory, by other engines of the same server
     cuda: CudaState
 
 
@@ -99,7 +100,8 @@ def unused_gpu(choice: EngineChoice, settings: Settings, situation: Situation) -
         reason = gpu.problem or "--engine llama"
     elif situation.cuda.old_driver:
         hint = gpu.hint or situation.offload_problem or situation.cuda.hint
-    if reason == situation.fit_problem and situation.cuda.free_bytes < situation.cuda.total_bytes / 2:
+    cuda = situation.cuda
+    if reason == situation.fit_problem and cuda.free_bytes + situation.held_bytes < cuda.total_bytes / 2:
         hint = "; ".join(filter(None, ["end other programs on it", hint]))
     if not (situation.llama_problem or gpu.hint or situation.offload_problem):
         reason += f", and {NO_OFFLOAD}"

@@ -194,6 +194,15 @@ UNUSED = replace(GGUF, gpu=CARD, offload_hint=TYPE)
             f"NVIDIA GeForce RTX 4090 is not used: it needs 2 GiB, 1 GiB are free, and {ALONE}; {END}; {TYPE}",
         ),
         (
+            {
+                "fit_problem": "it needs 2 GiB, 1 GiB are free",
+                "held_bytes": 8,
+                "cuda": replace(GPU, free_bytes=1, total_bytes=12),
+            },
+            {},
+            f"NVIDIA GeForce RTX 4090 is not used: it needs 2 GiB, 1 GiB are free, and {ALONE}; {TYPE}",
+        ),
+        (
             {"fit_problem": "it needs 40 GiB, 11 GiB are free", "cuda": replace(GPU, free_bytes=11, total_bytes=12)},
             {},
             f"NVIDIA GeForce RTX 4090 is not used: it needs 40 GiB, 11 GiB are free, and {ALONE}; {TYPE}",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import httpx2
 import pytest
@@ -18,6 +20,7 @@ from edgelm.base.workers.parent import Worker
 from edgelm.library.scan import LocalModel
 from edgelm.server.engines import process as engine_process
 from edgelm.server.engines.process import EngineProcess, Launcher
+from tests.server.fake_engines import footprint
 
 READY = "{'event': 'ready', 'name': 'fake', 'engine': 'llama', 'device': 'cpu', 'context': 512, 'port': None}"
 PRELUDE = """
@@ -140,10 +143,34 @@ async def test_an_engine_starts_without_the_kernels_that_are_wrong_here(
     found = machine.MachineFacts(canary="no_amx", reason="crashes")
     monkeypatch.setattr(machine, "facts", lambda *_, **__: found)
     monkeypatch.setattr(engine_process, "Worker", NoWorker)
-    monkeypatch.setattr(engine_process, "EngineProcess", lambda *_, **__: None)
+    monkeypatch.setattr(engine_process, "EngineProcess", Mock)
     launch = Launcher(load_config({}, {"EDGELM_CACHE_DIR": str(tmp_path), "EDGELM_CONFIG_DIR": str(tmp_path)}), None)
     await launch(LocalModel("x", tmp_path / "x.gguf"), None)
     assert environments[0].items() >= machine.NO_AMX.items()
+
+
+async def test_an_engine_is_told_what_those_beside_it_have_of_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[int] = []
+
+    class Process:
+        exited = False
+
+        def __init__(self, _: object, job: ServeJob, *__: object, **___: object) -> None:
+            held.append(job.held_gpu_bytes)
+
+    monkeypatch.setattr(machine, "facts", lambda *_, **__: machine.MachineFacts(canary="ok"))
+    monkeypatch.setattr(engine_process, "Worker", Mock())
+    monkeypatch.setattr(engine_process, "EngineProcess", Process)
+    launch = Launcher(load_config({}, {"EDGELM_CACHE_DIR": str(tmp_path), "EDGELM_CONFIG_DIR": str(tmp_path)}), None)
+    model = LocalModel("x", tmp_path / "x.gguf")
+    first: Any = await launch(model, footprint(7, device="cuda"))
+    _on_processor = await launch(model, footprint(5))
+    await launch(model, None)
+    first.exited = True
+    await launch(model, None)
+    assert held == [0, 7, 7, 0]
 
 
 async def test_one_that_does_not_leave_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

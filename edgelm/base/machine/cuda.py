@@ -6,6 +6,7 @@ of models.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shlex
@@ -32,10 +33,13 @@ from edgelm.base.machine.llama_build import extra_command, find_build, gpu_backe
 from edgelm.base.places import own_places
 
 MIN_CAPABILITY = 8, 0
-TRITON = (3, 6), (3, 10)  # the first supported version, and the first that is not
+TRITON = (3, 6), (3, 10)  # the first version that kernels were compiled with, and the first with which none was
+TESTED = "3.6.0", "3.7.1"  # what the extra `cuda` brings
 NO_GPU = "no NVIDIA GPU was found"
 MUCH_FREER = 2  # times the free memory of any other GPU
 DRIVER_FILES = "/dev/nvidiactl", "/dev/dxg"  # Linux, WSL
+
+log = logging.getLogger(__name__)
 
 
 def find_cuda(driver_files: tuple[str, ...] = DRIVER_FILES) -> CudaState:
@@ -55,10 +59,18 @@ def find_cuda(driver_files: tuple[str, ...] = DRIVER_FILES) -> CudaState:
         triton = "0"
     number = tuple(int(part) for part in triton.split(".")[:2] if part.isdecimal())
     if not TRITON[0] <= number < TRITON[1]:
-        return CudaState(f"triton is {triton}, and 3.6 to 3.9 are known to work", extra_command("cuda"))
+        return CudaState(f"triton is {triton}, and {' and '.join(TESTED)} are tested", extra_command("cuda"))
+    _note_triton(triton)
     _name_the_freest_first()
     _name_zig()
     return _check_gpu()
+
+
+@cache
+def _note_triton(triton: str) -> None:
+    """Log once that kernels are compiled by a version whose results may be right and slower."""
+    if triton not in TESTED:
+        log.info("triton is %s: kernels may be slower than with %s", triton, " or ".join(TESTED))
 
 
 def _name_the_freest_first() -> None:

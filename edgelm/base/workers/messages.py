@@ -27,6 +27,7 @@ class EngineJob:
     drafts: bool = False  # whether to use and extend the drafter's data on disk
     memory_bytes: int | None = None  # that the model may take; None: as much as is free
     gpu_bytes: int | None = None  # the same of llama.cpp's GPUs
+    held_gpu_bytes: int = 0  # by other engines of the same server
     cuda_problem: str = ""  # why CUDA is not to be used, although it is there: it failed before
 
 

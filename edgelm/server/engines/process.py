@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import httpx2
 
@@ -61,6 +62,7 @@ class Launcher:
         self._verbose = verbose
         self._started = 0
         self._gpu_failures = GpuFailures()
+        self._gpu_bytes = WeakKeyDictionary[EngineProcess, int]()  # as they were predicted
         self._facts: asyncio.Future[machine.MachineFacts] | None = None
 
     async def __call__(self, model: LocalModel, footprint: Footprint | None) -> EngineProcess:
@@ -90,12 +92,13 @@ class Launcher:
             drafts=True,
             key=secrets.token_urlsafe(32),
             socket=socket,
+            held_gpu_bytes=sum(held for process, held in self._gpu_bytes.items() if not process.exited),
             cuda_problem=cuda_problem,
         )
         flags, echo = (["-v"], f"{path.name}: ") if self._verbose else ([], None)
         replies = (Loading, Note, Ready, Status)
         worker = Worker(WORKER, *flags, replies=replies, errors=ERRORS, environment=facts.environment, echo=echo)
-        return EngineProcess(
+        process = EngineProcess(
             worker,
             job,
             draft,
@@ -103,6 +106,8 @@ class Launcher:
             note_use=lambda: note_use(self._places.data, path),
             note_failure=lambda error: self._gpu_failures.note(path, error),
         )
+        self._gpu_bytes[process] = footprint.gpu_bytes if footprint else 0
+        return process
 
     async def question(self, model: LocalModel, usable_bytes: int | None, freed_gpu_bytes: int) -> Predict:
         """Return the question for the memory of a model's process. Raises EdgeLMError, as a start would."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tomllib
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from edgelm.backends.questions import ask_cuda
 from edgelm.base.machine import cuda
@@ -68,6 +70,23 @@ def test_only_known_versions_of_triton(
     mock_gpu(monkeypatch, (9, 0))
     monkeypatch.setattr(cuda, "version", lambda _: version)
     assert (find_cuda(driver).problem == "") is fine
+
+
+def test_versions_of_triton_that_the_extra_does_not_bring_are_told_once(
+    driver: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    extra = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]["cuda"]
+    taken = next(Requirement(line).specifier for line in extra if line.startswith("triton"))
+    mock_gpu(monkeypatch, (9, 0))
+    cuda._note_triton.cache_clear()
+    for triton in ("3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0"):
+        caplog.clear()
+        monkeypatch.setattr(cuda, "version", lambda _, found=triton: found)
+        assert [find_cuda(driver).problem for _ in range(2)] == ["", ""]
+        assert len(caplog.records) == (triton not in taken)
 
 
 @pytest.mark.parametrize(("capability", "fine"), [((7, 5), False), ((8, 0), True), ((8, 9), True), ((12, 0), True)])
