@@ -250,6 +250,16 @@ async def test_a_title_is_typed_faster_than_its_dialog_opens(open_chat: Open, st
         assert chat.session.chat.title == "My title"
 
 
+async def test_a_dialog_closes_once(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        for event in InputParser().feed("\x1bOQMy title\r\r"):  # in one read of the terminal
+            chat.app.post_message(event)
+        await chat.until(lambda: chat.session.chat.title == "My title", "renamed")
+        await chat.ask("q")
+        assert chat.turns[0] == ("user", "q")
+
+
 @pytest.mark.parametrize(("typed", "field"), [("\x0cwhale\r", "#find Input"), ("\x06whale\r", "#search")])
 async def test_words_to_find_are_typed_faster_than_their_field_opens(open_chat: Open, typed: str, field: str) -> None:
     async with open_chat() as chat:

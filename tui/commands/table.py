@@ -20,10 +20,9 @@ from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
-from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
-from edgelm.tui.dialogs.basic import FOCUS_CSS
+from edgelm.tui.dialogs.basic import FOCUS_CSS, Dialog
 from edgelm.tui.hints import Hint, footer
 
 
@@ -352,7 +351,7 @@ HELP_NOTES = (
 )
 
 
-class HelpScreen(ModalScreen[None]):
+class HelpScreen(Dialog[None]):
     """The page that F1 opens: every key and command."""
 
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -12,10 +12,11 @@ from typing import ClassVar
 from rich.text import Text
 from textual import events, on
 from textual.app import ComposeResult
+from textual.await_complete import AwaitComplete
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
+from textual.screen import ModalScreen, ScreenResultType
 from textual.widgets import Input, Label, OptionList, TextArea
 from textual.widgets.option_list import Option
 
@@ -59,6 +60,15 @@ DIALOG_CSS = (
 )
 
 
+class Dialog(ModalScreen[ScreenResultType]):
+    """A dialog that closes once: of two Enters in one read, the second finds it closed."""
+
+    def dismiss(self, result: ScreenResultType | None = None) -> AwaitComplete:
+        if self not in self.app.screen_stack:  # Textual would close what is below
+            return AwaitComplete()
+        return super().dismiss(result)
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One line of a list: the value it returns, its label, and a dim detail after it."""
@@ -71,7 +81,7 @@ class Choice:
 CHOOSE = Hint("Enter", "chooses", "screen.choose")
 
 
-class PickScreen(ModalScreen[str | None]):
+class PickScreen(Dialog[str | None]):
     """Pick one line of a list; typing filters it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Cancel", show=False)]
@@ -141,7 +151,7 @@ class PickScreen(ModalScreen[str | None]):
         self.dismiss(event.option_id)
 
 
-class LineScreen(ModalScreen[str | None]):
+class LineScreen(Dialog[str | None]):
     """Write one line."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Cancel", show=False)]
@@ -163,7 +173,7 @@ class LineScreen(ModalScreen[str | None]):
         self.dismiss(self.query_one(Input).value.strip() or None)
 
 
-class TextScreen(ModalScreen[str | None]):
+class TextScreen(Dialog[str | None]):
     """Write a text of several lines."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -189,7 +199,7 @@ class TextScreen(ModalScreen[str | None]):
         self.dismiss(self.query_one(TextArea).text.strip())
 
 
-class ConfirmScreen(ModalScreen[bool]):
+class ConfirmScreen(Dialog[bool]):
     """Ask before something that cannot be undone."""
 
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -15,11 +15,11 @@ from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container, Vertical
-from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from edgelm.chats.history import Message
 from edgelm.client.answer_stream import stats_from_json
+from edgelm.tui.dialogs.basic import Dialog
 from edgelm.tui.hints import CANCEL, Hint, footer
 from edgelm.tui.lines import clean, short_name
 from edgelm.tui.transcript.views import MessageView
@@ -110,7 +110,7 @@ class Column(Vertical, can_focus=True):
         self._transcript.scroll_relative(y=by, animate=False)
 
 
-class CompareScreen(ModalScreen[int | None]):
+class CompareScreen(Dialog[int | None]):
     """Two versions; returns the id of the one that stays on screen, None: the older one."""
 
     BINDINGS: ClassVar[list[BindingType]] = [

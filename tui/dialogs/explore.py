@@ -20,7 +20,6 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.geometry import Region, Size
 from textual.message import Message
-from textual.screen import ModalScreen
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.timer import Timer
@@ -29,7 +28,7 @@ from textual.widgets.option_list import Option
 
 from edgelm.base.errors import EdgeLMError
 from edgelm.client.probing import Alternative
-from edgelm.tui.dialogs.basic import FOCUS_CSS
+from edgelm.tui.dialogs.basic import FOCUS_CSS, Dialog
 from edgelm.tui.hints import Hint, footer
 from edgelm.tui.lines import clean, short_name
 
@@ -156,7 +155,7 @@ class TokenText(ScrollView):
                 return
 
 
-class ExploreScreen(ModalScreen[str | None]):
+class ExploreScreen(Dialog[str | None]):
     """Choose a token of an answer and an alternative to it; returns the beginning of a new answer, None: cancelled."""
 
     BINDINGS: ClassVar[list[BindingType]] = [

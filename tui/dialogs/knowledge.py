@@ -17,14 +17,13 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Label, OptionList, Static
 from textual.widgets.option_list import Option
 
 from edgelm.chats.knowledge import GUIDE
 from edgelm.chats.knowledge.index import Refreshed
 from edgelm.client.reader import SendQuestion, names_of, size_words
-from edgelm.tui.dialogs.basic import DIALOG_CSS
+from edgelm.tui.dialogs.basic import DIALOG_CSS, Dialog
 from edgelm.tui.hints import Hint, footer
 from edgelm.tui.lines import clean
 from edgelm.tui.palette import list_text
@@ -42,7 +41,7 @@ class Entry:
     error: str = ""
 
 
-class KnowledgeScreen(ModalScreen[str | None]):
+class KnowledgeScreen(Dialog[str | None]):
     """What a chat reads, and what is left out there. Returns the root to remove."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -112,7 +111,7 @@ def shortened(path: str) -> str:
     return "~" + path[len(home) :] if path == home or path.startswith(home + os.sep) else path
 
 
-class SendScreen(ModalScreen[bool]):
+class SendScreen(Dialog[bool]):
     """Ask before passages of the user's files, or a chat, go to another machine or program. Returns whether they may.
 
     No letter answers: the dialog comes when files were read, and the user may be typing the next message.

@@ -13,13 +13,12 @@ from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
-from textual.screen import ModalScreen
 from textual.widgets import Input, Label
 
 from edgelm.base.config import SETTINGS
 from edgelm.base.errors import RequestError
 from edgelm.base.sampling import SAMPLING
-from edgelm.tui.dialogs.basic import FOCUS_CSS
+from edgelm.tui.dialogs.basic import FOCUS_CSS, Dialog
 from edgelm.tui.hints import CANCEL, Hint, footer
 from edgelm.tui.transcript.passages import one_line
 
@@ -103,7 +102,7 @@ def _parse(param: Param, value: str) -> Value | None:
     return parsed
 
 
-class ParamsScreen(ModalScreen[dict[str, Value] | None]):
+class ParamsScreen(Dialog[dict[str, Value] | None]):
     """All parameters at once; an empty field leaves the choice to the endpoint."""
 
     BINDINGS: ClassVar[list[BindingType]] = [

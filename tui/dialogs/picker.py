@@ -17,7 +17,6 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Input, Label, OptionList
 from textual.widgets.option_list import Option
 
@@ -26,7 +25,7 @@ from edgelm.base.machine.memory import USABLE
 from edgelm.base.workers.parent import in_daemon_thread
 from edgelm.library.catalog import Entry, entries, hub_reference, needed_bytes
 from edgelm.library.progress import size_text
-from edgelm.tui.dialogs.basic import DIALOG_CSS
+from edgelm.tui.dialogs.basic import DIALOG_CSS, Dialog
 from edgelm.tui.hints import CANCEL, Hint, footer
 from edgelm.tui.lines import clean, short_name
 from edgelm.tui.model_names import FolderEntry, is_path, model_entries
@@ -55,7 +54,7 @@ class Picked:
     action: Literal["use", "pull", "stop"]
 
 
-class PickerScreen(ModalScreen[Picked | None]):
+class PickerScreen(Dialog[Picked | None]):
     """Choose a model. `note`: why none can be pulled; `free_bytes`: the memory that a model can take.
 
     `recent` are paths of models outside of the library.

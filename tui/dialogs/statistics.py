@@ -16,11 +16,11 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.color import Color
 from textual.containers import Vertical, VerticalScroll
-from textual.screen import ModalScreen
 from textual.widgets import Static
 from textual_plotext import PlotextPlot
 
 from edgelm.chats.statistics import DayFigures, Statistics
+from edgelm.tui.dialogs.basic import Dialog
 from edgelm.tui.dialogs.stats_text import count_text, day_table, model_table, summary_lines
 from edgelm.tui.hints import Hint, footer
 from edgelm.tui.lines import clean, short_name
@@ -39,7 +39,7 @@ class Series(NamedTuple):
     values: list[int]
 
 
-class StatsScreen(ModalScreen[None]):
+class StatsScreen(Dialog[None]):
     """Shows statistics; `m` draws the days by model instead of by kind of token."""
 
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -13,17 +13,16 @@ from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
-from textual.screen import ModalScreen
 from textual.widgets import Input, Label, OptionList
 from textual.widgets.option_list import Option
 
-from edgelm.tui.dialogs.basic import DIALOG_CSS
+from edgelm.tui.dialogs.basic import DIALOG_CSS, Dialog
 from edgelm.tui.hints import CANCEL, Hint, footer
 from edgelm.tui.palette import list_text
 from edgelm.tui.tags import tag_names
 
 
-class TagScreen(ModalScreen[tuple[str, ...] | None]):
+class TagScreen(Dialog[tuple[str, ...] | None]):
     """Edit tags; returns all of them, None: cancelled."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Cancel", show=False)]

@@ -16,14 +16,13 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Label, OptionList, Static
 from textual.widgets.option_list import Option
 
 from edgelm.chats.tools.listing import Listing
 from edgelm.chats.tools.settings import ToolServer
 from edgelm.client.tool_runner import CallQuestion, LimitQuestion, Permit
-from edgelm.tui.dialogs.basic import DIALOG_CSS
+from edgelm.tui.dialogs.basic import DIALOG_CSS, Dialog
 from edgelm.tui.hints import Hint, footer
 from edgelm.tui.palette import list_text
 from edgelm.tui.transcript.passages import one_line
@@ -43,7 +42,7 @@ ASK_CSS = """
 """
 
 
-class AskScreen(ModalScreen[Permit]):
+class AskScreen(Dialog[Permit]):
     """A question that typing ahead cannot answer: keys and clicks count only after a moment without any typing."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "refuse", "No", show=False)]
@@ -186,7 +185,7 @@ class ServerAct:
     name: str
 
 
-class ToolsScreen(ModalScreen[ServerAct | None]):
+class ToolsScreen(Dialog[ServerAct | None]):
     """The servers of the settings with their tools."""
 
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -16,7 +16,6 @@ from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
-from textual.screen import ModalScreen
 from textual.widgets import Label, OptionList
 from textual.widgets.option_list import Option
 
@@ -24,7 +23,7 @@ from edgelm.chats.attachments import with_attachments
 from edgelm.chats.history import Message, split_sent
 from edgelm.client.answer_stream import AnswerStats, stats_from_json
 from edgelm.client.session import Session
-from edgelm.tui.dialogs.basic import DIALOG_CSS
+from edgelm.tui.dialogs.basic import DIALOG_CSS, Dialog
 from edgelm.tui.hints import CANCEL, Hint, footer
 from edgelm.tui.lines import clean
 from edgelm.tui.palette import list_text
@@ -107,7 +106,7 @@ class Exchanges(OptionList):
             event.prevent_default()
 
 
-class ShortenScreen(ModalScreen[int | None]):
+class ShortenScreen(Dialog[int | None]):
     """Choose the first exchange that is sent; those above it are left out. Returns its index."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Cancel", show=False)]
