@@ -42,7 +42,7 @@ SYSTEM_LIBRARIES = re.compile(r"(lib(c|m|gcc_s|stdc\+\+|dl|pthread|rt)|ld-linux-
 QUESTION = ("run", "starter", "What is edgelm?", "--json")
 # The starter's answers to questions are chosen from quotations, which hides wrong numbers. Here it decodes each token.
 GREEDY = ("--temperature", "0", "--max-tokens", "40", "--spec", "off", "--no-memory")
-DECODE = ("run", "starter", "hello", "--regex", r"(.|\n)*", *GREEDY, "--json")
+DECODE = ("run", "starter", "write a list of words", "--regex", r"(.|\n)*", *GREEDY, "--json")
 MIN_DIFFERENT = 15  # tokens of that text: wrong numbers repeat one
 COMPILE_LIMIT_S = 3600
 # The planted library says that it was loaded by making a file.

@@ -190,7 +190,7 @@ STATE = {"version": "1", "address": "a", "pid": 1, "memory": {"limit_bytes": Non
 
 
 def test_ps_tells_of_a_frozen_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    show(STATE | {"models": [ENGINE | {"waits_for": None, "error": None, "silent_s": 12.3}]})
+    show(STATE | {"models": [ENGINE | {"waits_for": None, "error": None, "silent_s": 12.3}]}, "")
     plain = capsys.readouterr().out
     assert "m: its process is frozen for 12 s; it is ended soon" in plain
     assert "GPU" not in plain
@@ -199,7 +199,7 @@ def test_ps_tells_of_a_frozen_engine(capsys: pytest.CaptureFixture[str]) -> None
 def test_ps_tells_of_the_memory_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     memory = {"limit_bytes": None, "free_bytes": 1, "gpu_free_bytes": 3 * 2**30}
     partial = ENGINE | {"device": "CUDA0, 20 of 37 layers", "gpu_bytes": 2**30, "waits_for": None, "error": None}
-    show(STATE | {"models": [partial], "memory": memory})
+    show(STATE | {"models": [partial], "memory": memory}, "")
     lines = capsys.readouterr().out.splitlines()
     assert "GPU" in lines[1].split()
     assert lines[-1] == "GPU: 1.07 GB predicted; 3.22 GB are free"

@@ -39,7 +39,7 @@ async def test_a_first_question_is_chosen_and_the_guide_is_read(open_chat: Open)
         choices = request["structured_outputs"]["choice"]
         assert any(text.startswith("## Download a model\n\n") for text in choices)
         system, question = request["messages"]
-        assert question == {"role": "user", "content": EXAMPLES[0]}
+        assert question == {"role": "user", "content": EXAMPLES[0].lower()}
         assert "models › Download a model" in system["content"]
         assert EXAMPLES[1] not in chat.text
         await chat.sees("read: 1 ")
