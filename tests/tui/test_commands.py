@@ -250,14 +250,12 @@ async def test_a_title_is_typed_faster_than_its_dialog_opens(open_chat: Open, st
         assert chat.session.chat.title == "My title"
 
 
-@pytest.mark.parametrize("keys", ["\x1bOQMy title\r\r", "\x1bOQ\x1b[27u\x1b[27u"], ids=["enter", "escape"])
-async def test_a_dialog_closes_once(open_chat: Open, keys: str) -> None:
+async def test_a_dialog_closes_once(open_chat: Open) -> None:
     async with open_chat() as chat:
         await chat.ready()
-        for event in InputParser().feed(keys):  # in one read of the terminal
+        for event in InputParser().feed("\x1bOQMy title\r\r"):  # in one read of the terminal
             chat.app.post_message(event)
-        await chat.pilot.pause()
-        assert (chat.session.chat.title == "My title") == ("title" in keys)
+        await chat.until(lambda: chat.session.chat.title == "My title", "renamed")
         await chat.ask("q")
         assert chat.turns[0] == ("user", "q")
 
