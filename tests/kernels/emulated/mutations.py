@@ -185,6 +185,7 @@ EQUIVALENT = {
     ),
     f"sm_80 dequant_gemm_kernel wait leaves a group of copies more 1 ({Q4_0})": LAST_COPIES,
     f"sm_80 dequant_gemm_kernel commit of copies removed 0 ({Q4_0})": JOINED,
+    f"sm_80 dequant_gemm_kernel barrier removed 0 ({Q4_0})": "it stands between the first copies to two buffers",
     f"sm_80 dequant_gemm_kernel scale of the next row 7 ({Q4_0})": "it is of rows 24 to 31 of a weight that has 20",
     f"sm_90 attend_tiles store off by 16 bytes 7 ({INT8})": UNUSED_ROWS,
     f"sm_86 attend_tiles load of shared memory off by 16 bytes 45 ({K8V4})": UNUSED_ROWS,
