@@ -89,12 +89,8 @@ def pull_model(
     if model is None and (model := _pick()) is None:
         return
     config = load_config({})
-    named, model = model, config.model_name(model)
-    try:
-        reference = _reference(model, quant, revision)
-    except ModelError:
-        refuse_remote(named, config)
-        raise
+    reference = _reference(model, config, quant, revision)
+    model = config.model_name(model)
     if verify and offline:
         raise EdgeLMError("--verify asks the hub for the checksums", "omit --offline")
     if offline or (not dry_run and not verify and _is_set_offline()):
@@ -144,8 +140,12 @@ def _pick() -> str | None:
     return pick_model()
 
 
-def _reference(model: str, quantization: str | None, revision: str | None) -> HubReference:
-    reference = hub_reference(model)
+def _reference(named: str, config: Config, quantization: str | None, revision: str | None) -> HubReference:
+    try:
+        reference = hub_reference(config.model_name(named))
+    except ModelError:
+        refuse_remote(named, config)
+        raise
     if quantization is not None:
         if not quantization.strip():
             raise EdgeLMError("--quant is empty", "give a quantization such as Q4_K_M")

@@ -88,7 +88,8 @@ def assembler(folder: Path) -> Path:
     version = f'if [ "$1" = --version ]; then exec {knobs.nvidia.ptxas_blackwell.path} --version; fi'
     path.write_text(f"#!/bin/sh\n{version}\necho $$ >> {pids}\nexec sleep 1000\n")
     path.chmod(0o700)
-    os.environ["TRITON_PTXAS_BLACKWELL_PATH"] = str(path)  # from sm_90 on
+    for name in ("PTXAS", "PTXAS_BLACKWELL"):  # that of sm_90, by the release of Triton
+        os.environ[f"TRITON_{name}_PATH"] = str(path)
     return pids
 
 

@@ -369,7 +369,7 @@ def test_a_step_with_states_is_no_lost_one_for_those_who_cannot_compute_it_again
     with pytest.raises(OutOfMemoryError) as failed:
         evaluate.run_tokens(make_executor(recurrent, max_rows=150), PROMPTS[0])
     assert failed.value.hint.endswith(LESS)
-    assert self_check._num_kernels(recurrent, torch.device("cpu"), ["f16"], short=False) == 0
+    assert self_check._num_kernels(recurrent, None, torch.device("cpu"), ["f16"], short=False) == 0
     assert max(memory.sizes) > 64
     assert not caplog.text
 
