@@ -317,7 +317,7 @@ class ChatScreen(Screen[None]):
             pane.prompt.sent.add(text)
             pane.close_commands()
             self.run_command(command.name, call[1])
-        elif text.strip() or self.files.attachments:
+        elif text.strip() or self.files.has_any:
             if self.files.must_check or "://" in text:
                 self._check_and_send(text, self.workspace.session)
             else:
@@ -391,11 +391,11 @@ class ChatScreen(Screen[None]):
             self.pane.prompt.give_back(typed)
             self.view.complain(error)
         else:
-            if session is self.workspace.session:
-                self._try_to_send(typed)
-            else:
+            if session is not self.workspace.session:
                 self.pane.prompt.give_back(typed)
                 self.notify("another chat was opened: the message is not sent", severity="warning")
+            elif typed.strip() or self.files.attachments:  # or else none could be read
+                self._try_to_send(typed)
 
     def _try_to_send(self, typed: str) -> None:
         try:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from textual import events
 
+from edgelm.chats.attached_files import Read, read_attachment
 from edgelm.chats.folders import MAX_WALK_S, Entry, Walk
 from edgelm.tui.prompt import file_picker
 from edgelm.tui.terminal_input import InputParser
@@ -143,9 +144,36 @@ async def test_keys_behind_a_file_in_one_read_are_the_message(open_chat: Open, f
         assert last_content(chat) == "src/notes.md:\n```\n# Notes\n```\n\nWhat is it?"
         assert chat.prompt.text == "@nosuch", "it could not be sent during the answer"
         chat.prompt.put("")
-        await at_once(chat, "@src/not\t\rgo on\r")
+        await at_once(chat, "@src/not\tgo on\r")
         await chat.until(lambda: len(chat.turns) == 4 and chat.answer is None, "answered")
         assert chat.turns[2] == ("user", "go on")
+
+
+@pytest.mark.parametrize("readable", [True, False])
+async def test_enter_behind_a_file_that_is_still_read_sends_it(
+    open_chat: Open, folder: Path, monkeypatch: pytest.MonkeyPatch, readable: bool
+) -> None:
+    may_read = threading.Event()
+
+    def slow(path: str) -> Read:
+        may_read.wait()
+        return read_attachment(path if readable else f"{path}.gone")
+
+    monkeypatch.setattr("edgelm.tui.prompt.attaching.read_attachment", slow)
+    async with open_chat() as chat:
+        await chat.ready()
+        await at_once(chat, "@src/not\t\r")
+        await chat.sees("is read")
+        assert chat.turns == []
+        may_read.set()
+        if readable:
+            await chat.until(lambda: chat.turns[:1] == [("user", "")], "sent without words")
+            await chat.answered()
+            assert last_content(chat) == "src/notes.md:\n```\n# Notes\n```\n\n"
+        else:
+            await chat.sees("notes.md.gone")
+            await chat.pilot.pause()
+            assert chat.turns == []
 
 
 @pytest.fixture

@@ -74,6 +74,11 @@ class Attaching:
     def attachments(self) -> tuple[Attachment, ...]:
         return tuple(item.attachment for item in self._items if item.attachment is not None)
 
+    @property
+    def has_any(self) -> bool:
+        """Tell whether a file is attached, or being read."""
+        return bool(self._items)
+
     # What is attached
 
     def set(self, attachments: Iterable[Attachment], edited: Message | None = None) -> None:
