@@ -21,7 +21,8 @@ EVENT_ENDS = {MEDIA_TYPE: b"\n\n", NDJSON: b"\n"}  # of an event, by media type
 STREAMS_EVENTS = "streams_events"  # in the state of a request: its answer is made of events, in whole ones
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
-TURN_EVERY = 8  # events: a turn of the loop costs half of what an event does
+# Events: a turn of the loop costs half of what an event does, and asyncio logs the sixth write to a closed connection.
+TURN_EVERY = 4
 PING_S = 10.0  # without an event
 PING = b": ping\n\n"
 
