@@ -3,7 +3,8 @@
     python -m tests.engine.mutations [WORD ...]     (those whose module or description has one of the words)
 
 Owns the table of results. A mutation is applied to a copy of the package; the property tests run first, with a tenth
-of their workloads, then the examples. Exits with 1 if a mutation survives.
+of their workloads, then the examples. Exits with 1 if a mutation survives. A test without end kills a mutation, too:
+how long the tests take here without one is measured first.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.engine.mutation_list import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 240
+LONGER = 5.0  # than without a mutation: a run has no end
+LEAST_LIMIT_S, UNMUTATED_LIMIT_S = 300.0, 3600.0  # of a stage; a fifth of it for one test
 STAGES = {
     "property": [
         "tests/engine/test_scheduler_properties.py",
@@ -36,29 +40,51 @@ STAGES = {
 }
 
 
-def run(mutation: Mutation, folder: Path) -> tuple[str, float]:
+def run(mutation: Mutation, limits_s: dict[str, float]) -> tuple[str, float]:
     """Return the test that kills a mutation ('' if none), and how long that took."""
-    shutil.copytree(ROOT / "edgelm", folder / "edgelm", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", folder)
-    mutation.apply(folder / "edgelm")
-    began = time.perf_counter()
-    for stage, arguments in STAGES.items():
-        killer = _first_failure(folder, arguments)
-        if killer:
-            return f"{stage}: {killer}", time.perf_counter() - began
-    return "", time.perf_counter() - began
+    with _copy() as folder:
+        mutation.apply(folder / "edgelm")
+        began = time.perf_counter()
+        for stage, limit_s in limits_s.items():
+            if killer := _first_failure(folder, stage, limit_s):
+                return f"{stage}: {killer}", time.perf_counter() - began
+        return "", time.perf_counter() - began
 
 
-def _first_failure(folder: Path, arguments: list[str]) -> str:
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout=60", *arguments]
+def measured_limits() -> dict[str, float]:
+    """Return how long each stage may take, from a run without a mutation, which must pass."""
+    limits = {}
+    with _copy() as folder:
+        for stage in STAGES:
+            began = time.perf_counter()
+            if failure := _first_failure(folder, stage, None):
+                sys.exit(f"error: without a mutation, too, fails {failure}")
+            seconds = time.perf_counter() - began
+            limits[stage] = max(LONGER * seconds, LEAST_LIMIT_S)
+            print(f"{f'none: {stage} tests':<62} {seconds:7.1f}  ", flush=True)
+    return limits
+
+
+@contextmanager
+def _copy() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="edgelm-mutation-") as name:
+        folder = Path(name)
+        for part in ("edgelm", "tests"):
+            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        yield folder
+
+
+def _first_failure(folder: Path, stage: str, limit_s: float | None) -> str:
+    options = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={(limit_s or UNMUTATED_LIMIT_S) / LONGER:.0f}"]
+    command = [sys.executable, "-m", "pytest", *options, *STAGES[stage]]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit_s, check=False
         )
-    except subprocess.TimeoutExpired:
-        return f"no end within {LIMIT_S} s"
+    except subprocess.TimeoutExpired as end:
+        return f"no end within {end.timeout:.0f} s"
     if done.returncode == 0:
         return ""
     failure = re.search(r"^(?:FAILED|ERROR) \S*?(test_\w+\.py(?:::\S+)?)", done.stdout, re.MULTILINE)
@@ -73,9 +99,9 @@ def main(words: list[str]) -> int:
     chosen = [mutation for mutation in MUTATIONS if not words or any(word in mutation.name for word in words)]
     survivors = 0
     print(f"{'mutation':<62} {'seconds':>7}  killed by")
+    limits_s = measured_limits()
     for mutation in chosen:
-        with tempfile.TemporaryDirectory(prefix="edgelm-mutation-") as folder:
-            killer, seconds = run(mutation, Path(folder))
+        killer, seconds = run(mutation, limits_s)
         survivors += not killer and not mutation.equivalent
         outcome = f"equivalent: {mutation.equivalent}" if mutation.equivalent else "NOTHING: it survived"
         print(f"{mutation.name:<62} {seconds:7.1f}  {killer or outcome}", flush=True)
