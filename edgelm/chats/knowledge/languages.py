@@ -31,7 +31,8 @@ _ENGLISH = frozenset(
     "at it its my me you your with without and or not no this that there have has use get make more".split()
 )
 _NAMES = frozenset("edgelm ollama openai qwen gemma gguf json api gpu mcp lora nvidia amd cuda vulkan".split())
-_HAN = re.compile(r"[\u3400-\u9fff]")
+LONGEST_SHORT_NAME = 4  # GGUF; a longer word in capitals is a word that is stressed
+HAN = re.compile(r"[\u3400-\u9fff]")
 _OTHER_ASIAN = re.compile(r"[\u3040-\u30ff\uac00-\ud7af]")  # Japanese and Korean
 _WORD = re.compile(r"[^\W_]+")
 
@@ -45,7 +46,7 @@ class _Words(NamedTuple):
 def language_of(question: str) -> str:
     """Return the language of a question, if it is one of LINES; empty: English, or another."""
     text = question[:MAX_QUESTION]
-    if _HAN.search(text) and not _OTHER_ASIAN.search(text):
+    if HAN.search(text) and not _OTHER_ASIAN.search(text):
         return "zh"
     words = _WORD.findall(text.lower())
     english = sum(word in _ENGLISH for word in words)
@@ -65,17 +66,19 @@ def in_english(question: str, language: str) -> str:
     # In a question that is all in capitals, they are no sign of a name.
     whole = question[:MAX_QUESTION].lower() if question.isupper() else question[:MAX_QUESTION]
     latin = [
-        word for word in _WORD.findall(_HAN.sub(" ", whole)) if word.isascii() and word.lower() not in table.english
+        word for word in _WORD.findall(HAN.sub(" ", whole)) if word.isascii() and word.lower() not in table.english
     ]
-    names = latin if language == "zh" else [word for word in latin if _is_name(word)]
-    if table.common.issuperset(words) and _NAMES.isdisjoint(map(str.lower, names)):
+    if language != "zh":
+        latin = [word for word in latin if _is_name(word) and word.lower() not in _COMMON[language]]
+    if table.common.issuperset(words) and _NAMES.isdisjoint(map(str.lower, latin)):
         return ""
-    return " ".join([*dict.fromkeys(words), *names])
+    return " ".join([*dict.fromkeys(words), *latin])
 
 
 def _is_name(word: str) -> bool:
-    """Tell whether a word is one that no language translates: with a digit, in capitals, or a program's."""
-    return bool(re.search(r"\d|.[A-Z]", word)) or word.lower() in _NAMES
+    """Tell whether a word is one that no language translates: with a digit, in a few capitals, or a program's."""
+    is_stressed = word.isupper() and len(word) > LONGEST_SHORT_NAME
+    return bool(re.search(r"\d" if is_stressed else r"\d|.[A-Z]", word)) or word.lower() in _NAMES
 
 
 @cache

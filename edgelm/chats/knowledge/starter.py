@@ -13,7 +13,7 @@ from edgelm.base.passages import Passage
 from edgelm.chats.knowledge import GUIDE
 from edgelm.chats.knowledge.guide import searchable_pages
 from edgelm.chats.knowledge.index import Knowledge
-from edgelm.chats.knowledge.languages import LINES, in_english, language_of
+from edgelm.chats.knowledge.languages import HAN, LINES, in_english, language_of
 from edgelm.chats.knowledge.passages import split_text
 from edgelm.chats.knowledge.question import LEAST_PREFIX, terms
 from edgelm.chats.knowledge.quote import MOST_CHARS, fitting, share_of_context
@@ -117,7 +117,9 @@ def _is_greeting(question: str) -> bool:
     if (greeting := _GREETING.match(words)) is None:
         return False
     others = [word for word in words[greeting.end() :].split() if word not in _FILLERS]
-    return not others or (len(others) == 1 and others[0].isalpha() and others[0] not in _guide_words())
+    if len(others) == 1 and not HAN.search(others[0]):  # a whole sentence in Chinese has no space
+        return others[0].isalpha() and others[0] not in _guide_words()
+    return not others
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from edgelm.chats.knowledge.guide import sections
 from edgelm.chats.knowledge.index import Knowledge
-from edgelm.chats.knowledge.languages import LINES, in_english, language_of
+from edgelm.chats.knowledge.languages import LINES, LONGEST_SHORT_NAME, in_english, language_of
 from edgelm.chats.knowledge.starter import larger_model, starter_answers, starter_passages
 
 QUESTIONS = tomllib.loads(Path(__file__).with_name("help_questions.toml").read_text(encoding="utf-8"))
@@ -53,6 +54,9 @@ def test_capitals_change_no_words_of_a_question() -> None:
                 assert language_of(question.upper()) == language
                 whole, upper = (in_english(text, language).lower().split() for text in (question, question.upper()))
                 assert set(upper) == set(whole), question
+                for word in {word for word in re.findall(r"\w+", question) if len(word) > LONGEST_SHORT_NAME}:
+                    stressed = question.replace(word, word.upper())
+                    assert set(in_english(stressed, language).lower().split()) == set(whole), stressed
 
 
 def test_each_language_is_recognized_and_its_answer_says_that_it_is_in_english(knowledge: Knowledge) -> None:

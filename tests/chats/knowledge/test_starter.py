@@ -158,6 +158,17 @@ def test_a_greeting_is_answered_by_one(knowledge: Knowledge, text: str) -> None:
     assert starter_answers(starter_passages(knowledge, text, None), text) == [SMALL_TALK[0]]
 
 
-@pytest.mark.parametrize("text", ["hi memory", "Hello, how do I download a model?", "good model", "history", "hi 4b"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hi memory",
+        "Hello, how do I download a model?",
+        "good model",
+        "history",
+        "hi 4b",
+        "\u4f60\u597d\uff0c\u600e\u4e48\u4e0b\u8f7d\u6a21\u578b\uff1f",
+        "hi \u5185\u5b58",
+    ],
+)
 def test_a_question_that_only_begins_so_is_no_greeting(knowledge: Knowledge, text: str) -> None:
     assert starter_answers(starter_passages(knowledge, text, None), text) != [SMALL_TALK[0]]
