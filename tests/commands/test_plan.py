@@ -40,8 +40,8 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def small_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with 1 GiB of free memory that has passed its check."""
-    monkeypatch.setenv("EDGELM_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("EDGELM_CONFIG_DIR", str(tmp_path / "config"))
+    for kind in ("CACHE", "CONFIG", "RUNTIME"):  # a server that runs here would take memory
+        monkeypatch.setenv(f"EDGELM_{kind}_DIR", str(tmp_path / kind.lower()))
     monkeypatch.setattr(plan_module.machine, "facts", lambda *_, **__: MachineFacts(canary="ok"))
     monkeypatch.setattr(plan_module, "available_memory_bytes", lambda: GIB)
     monkeypatch.setattr(plan_module, "read_bandwidth", lambda _, threads: Bandwidth(threads * 10e9, 0.7))
