@@ -331,8 +331,10 @@ def test_a_request_that_chooses_the_drafter_needs_no_proof(tmp_path: Path) -> No
     assert run.step(drafted_s=PLAIN_S, accepted=4) == [4]
 
 
-def test_a_disk_that_keeps_no_proof_stops_no_answer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["file/proof", "x" * 300], ids=["no folder", "too long"])
+def test_a_disk_that_keeps_no_proof_stops_no_answer(name: str, tmp_path: Path) -> None:
+    """Of a name that is too long, `Path.exists` raises OSError, as of one in a folder that cannot be entered."""
     tmp_path.joinpath("file").touch()
-    run = Run(proof=tmp_path / "file" / "proof")
+    run = Run(proof=tmp_path / name)
     drafted = [run.step(drafted_s=1.2 * PLAIN_S, accepted=4)[0] for _ in range(200)]
     assert drafted[-1] == 4
