@@ -430,8 +430,9 @@ def test_heads_that_do_not_draft_say_the_reason(
     model = write_odd(tmp_path / "m.gguf", "qwen35", heads=0.0, part="model")
     write_odd(tmp_path / "mtp-m.gguf", "qwen35", heads=0.0, part="heads")
     monkeypatch.setattr(build_module, name, lambda *_: value)
-    built(model, places).engine.close()
+    built(model, places, draft="mtp").engine.close()
     assert f"the heads of mtp-m.gguf do not draft: {reason}" in caplog.text
+    assert NO_HEADS not in caplog.text
 
 
 def test_the_cache_of_the_heads_is_planned(with_heads: Path) -> None:
