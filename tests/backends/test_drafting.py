@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.summary import model_facts
 from edgelm.engine.clock import DecodeStep, Measured, StepClock, StepCosts
 from edgelm.engine.core import Sequence, Stats
-from edgelm.engine.speculation import throttle
+from edgelm.engine.speculation import mtp_drafter, throttle
 from edgelm.engine.watch import StepRecord
 from tests.engine.fake import SimpleDrafter
 from tests.odd_models import HEAD, KV_HEADS, Odd, write_odd
@@ -48,6 +49,8 @@ def cheap_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = [Measured(1, 0, 0.010), Measured(64, 0, 0.0163)]
     monkeypatch.setattr(build_module, "measured_clock", lambda *_: StepClock(StepCosts(costs)))
     monkeypatch.setattr(StepClock, "observe", lambda *_: None)
+    for module in (throttle, mtp_drafter):  # nor does drafting take time
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: 0.0))
 
 
 @pytest.fixture(scope="module")
@@ -427,8 +430,9 @@ def test_heads_that_do_not_draft_say_the_reason(
     model = write_odd(tmp_path / "m.gguf", "qwen35", heads=0.0, part="model")
     write_odd(tmp_path / "mtp-m.gguf", "qwen35", heads=0.0, part="heads")
     monkeypatch.setattr(build_module, name, lambda *_: value)
-    built(model, places).engine.close()
+    built(model, places, draft="mtp").engine.close()
     assert f"the heads of mtp-m.gguf do not draft: {reason}" in caplog.text
+    assert NO_HEADS not in caplog.text
 
 
 def test_the_cache_of_the_heads_is_planned(with_heads: Path) -> None:

@@ -16,6 +16,7 @@ one of random weights in the shape of Qwen3.5-0.8B, with a vocabulary of 32,000.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import resource
@@ -62,7 +63,7 @@ class SimulatedHeads:
 
     def __init__(self, agreement: float, cost: float, seed: int = 0) -> None:
         self.now = 0.0  # seconds
-        self.answer: Sequence[int] = ()
+        self.answers: dict[int, Sequence[int]] = {}  # by sequence
         self._agreement = agreement
         self._cost = cost
         self._rng = random.Random(seed)
@@ -74,23 +75,32 @@ class SimulatedHeads:
 
     def first(self, seq_id: int, tokens: list[int]) -> tuple[int, float]:
         self._at = len(tokens)
-        return self._token()
+        return self._token(self.answers[seq_id])
 
     def next(self, seq_id: int, token: int) -> tuple[int, float]:
         self._at += 1
-        return self._token()
+        return self._token(self.answers[seq_id])
 
-    def _token(self) -> tuple[int, float]:
+    def _token(self, answer: Sequence[int]) -> tuple[int, float]:
         self.now += STEP_S * self._cost
         sure = self._rng.betavariate(2 * self._agreement, 2 * (1 - self._agreement)) if self._agreement else 0.05
-        right = self._agreement > 0 and self._rng.random() < sure and self._at < len(self.answer)
-        return (self.answer[self._at] if right else -5), sure
+        right = self._agreement > 0 and self._rng.random() < sure and self._at < len(answer)
+        return (answer[self._at] if right else -5), sure
 
 
 def speed(
-    answers: Iterable[Answer], who: Sequence[str], costs: Costs, heads: SimulatedHeads, most: int, proof: Path | None
+    answers: Iterable[Answer],
+    who: Sequence[str],
+    costs: Costs,
+    heads: SimulatedHeads,
+    most: int,
+    proof: Path | None,
+    together: int = 1,
 ) -> float:
-    """Return the tokens in the time of a plain step, over all answers; a draft has at most so many tokens."""
+    """Return the tokens in the time of a plain step, over all answers; a draft has at most so many tokens.
+
+    So many answers are decoded `together`.
+    """
     clock = StepClock(StepCosts(Measured(rows, 0, STEP_S * costs.told(rows)) for rows in TOLD_ROWS))
     watch = SimpleNamespace(perf_counter=lambda: heads.now)
     drafters: dict[str, Drafter] = {"ngram": NgramDrafter(PastAnswers()), "mtp": MtpDrafter(heads, clock.plain_s)}
@@ -99,37 +109,49 @@ def speed(
         drafter = ChainDrafter(
             [ThrottledDrafter(drafters[name], clock, name=name, proof=proofs.get(name)) for name in who]
         )
-        tokens = 0
-        for number, answer in enumerate(answers):
-            tokens += _decode(answer, number, drafter, clock, costs, heads, most)
+        tokens, numbered = 0, enumerate(answers)
+        while batch := dict(itertools.islice(numbered, together)):
+            tokens += _decode(batch, drafter, clock, costs, heads, most)
         return tokens * STEP_S / heads.now
 
 
 def _decode(
-    answer: Answer, number: int, drafter: Drafter, clock: StepClock, costs: Costs, heads: SimulatedHeads, most: int
+    answers: dict[int, Answer], drafter: Drafter, clock: StepClock, costs: Costs, heads: SimulatedHeads, most: int
 ) -> int:
-    """Decode an answer, and return the tokens after the first one."""
-    seq = Seq(number, [*answer.prompt, *answer.after(answer.prompt, [])], len(answer.prompt), SamplingParams())
-    heads.answer = _whole(answer, seq.tokens)
-    drafter.begin(seq)
-    first = len(seq.tokens)
-    while True:
-        known = len(seq.tokens)
-        draft = drafter.propose(seq, clock.marginal_cost(1, 0, 1, most))
-        tokens = answer.after(seq.tokens, draft)
-        if not tokens:
+    """Decode answers together, by their numbers, and return the tokens after the first ones."""
+    running = []
+    for number, answer in answers.items():
+        seq = Seq(number, [*answer.prompt, *answer.after(answer.prompt, [])], len(answer.prompt), SamplingParams())
+        heads.answers[number] = _whole(answer, seq.tokens)
+        drafter.begin(seq)
+        running.append(seq)
+    tokens = 0
+    while running:
+        rows, chunks, added = len(running), [], {}
+        for seq in list(running):
+            draft = drafter.propose(seq, clock.marginal_cost(rows, 0, len(running), most))
+            added[seq.id] = answers[seq.id].after(seq.tokens, draft)
+            if not added[seq.id]:
+                running.remove(seq)
+                drafter.end(seq)
+                rows -= 1
+                continue
+            rows += len(draft)
+            chunks.append(Chunk(seq, 0, [0, *draft], 1 + len(draft), seq.id))
+        if not chunks:
             break
-        rows = 1 + len(draft)
-        seq.tokens += tokens
         took = STEP_S * costs.true(rows)
         heads.now += took
-        clock.observe(Step((Chunk(seq, 0, [0] * rows, rows, 0),)), took)
-        if draft:
-            drafter.observe(seq, len(draft), len(seq.tokens) - known - 1)
-    drafter.end(seq)
+        clock.observe(Step(tuple(chunks)), took)
+        for chunk in chunks:
+            seq, new = chunk.seq, added[chunk.seq.id]
+            seq.tokens += new
+            tokens += len(new)
+            if chunk.draft:
+                drafter.observe(seq, len(chunk.draft), len(new) - 1)
     while drafter.work(1.0):
         pass
-    return len(seq.tokens) - first
+    return tokens
 
 
 def _whole(answer: Answer, tokens: list[int]) -> list[int]:

@@ -10,16 +10,18 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import httpx2
 import pytest
 
 from edgelm.base.places import Places
-from edgelm.base.runtime import find_fronts, is_alive
+from edgelm.base.runtime import FrontRecord, find_fronts, is_alive
 from edgelm.commands.cli import run_cli
 from edgelm.commands.launch import server
-from edgelm.commands.launch.server import end_front, start_front
+from edgelm.commands.launch.server import Loaded, end_front, start_front
 from tests.clients.model import write_model
 from tests.commands.test_run import Edgelm
 from tests.ports import free_port
@@ -435,6 +437,24 @@ def test_an_installed_service_is_woken(launch: Launch, environment: dict[str, st
             assert front_pids(environment) == [service.pid]
         finally:
             service.terminate()
+
+
+def test_a_model_that_is_unloaded_while_it_is_asked_about_is_loaded_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its idle limit may end between two requests of a busy machine."""
+    asked: list[str] = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        asked.append(request.url.path)
+        ready = [{"state": "ready", "path": str(tmp_path), "context": 4096}] * (asked.count("/models/load") == 2)
+        return httpx2.Response(200, json={"models": ready})
+
+    front = FrontRecord(os.getpid(), "http://127.0.0.1")
+    client = partial(httpx2.Client, base_url=front.address, transport=httpx2.MockTransport(answer))
+    monkeypatch.setattr(server, "_client", lambda _: client())
+    assert server.load(front, "m", tmp_path, lambda _: None) == Loaded(front, "m", 4096)
+    assert asked == ["/models/load", "/edgelm/ps"] * 2
 
 
 def test_an_interrupted_start_leaves_no_server(

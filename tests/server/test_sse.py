@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 from starlette.requests import Request
-from starlette.types import Message
+from starlette.types import Message, Receive, Scope, Send
 
+from edgelm.server.listener import Server, bind_tcp
 from edgelm.server.sse import ClientLeftError, EventStream, json_pieces, unless_client_leaves
 
 LIMIT_S = 30
@@ -75,6 +78,32 @@ async def test_events_that_are_all_ready_stop_with_the_client() -> None:
     async with asyncio.timeout(LIMIT_S):
         await EventStream(ready(), recording([]))(SCOPE, client.receive, client.send)
     assert len(client.sent) < 10
+
+
+async def test_a_client_that_resets_its_connection_is_no_line_of_asyncio(caplog: pytest.LogCaptureFixture) -> None:
+    """asyncio logs the sixth write to a socket that failed. The loop has no turn between the reset and the events."""
+    client, ended = socket.socket(), asyncio.Event()
+    client.setblocking(False)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    async def events() -> AsyncIterator[bytes]:
+        client.close()
+        for _ in range(1000):
+            yield b"data: x\n\n"
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await EventStream(events(), AsyncExitStack())(scope, receive, send)
+        ended.set()
+
+    server, listener, loop = Server(app), bind_tcp("127.0.0.1", 0), asyncio.get_running_loop()
+    serving = asyncio.create_task(server.serve([listener]))
+    async with asyncio.timeout(LIMIT_S):
+        await loop.sock_connect(client, listener.getsockname())
+        await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        await ended.wait()
+        server.should_exit = True
+        await serving
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
 async def test_a_stream_that_ends() -> None:

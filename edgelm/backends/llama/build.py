@@ -211,7 +211,7 @@ def _clock_and_drafter(
     except EdgeLMError:
         loaded.executor.close()
         raise
-    if not drafter:
+    if not drafter and not files.heads:  # of those that are left out, the reason was said
         reports.warn(NO_HEADS)
     return clock, drafter
 

@@ -129,7 +129,7 @@ def build_torch(
                     proof = heads_proof(places, identity, model.heads.path if model.heads else None)
                     drafter = throttled(drafters, clock, settings, proof)
                 else:
-                    reports.say(NO_HEADS)
+                    _say_no_heads(model, settings, reports)
         except EdgeLMError:
             executor.close()
             raise
@@ -228,6 +228,12 @@ def _load_head(
             reason = error.message
     reports.say(f"the heads of {own.gguf.name if own.gguf else own.name} do not draft: {reason}")
     return None
+
+
+def _say_no_heads(model: OpenedModel, settings: Settings, reports: Reports) -> None:
+    """Say that a model has no heads. Of one whose head is left out, `_load_head` said the reason."""
+    if not may_use_head(model.facts, settings):
+        reports.say(NO_HEADS)
 
 
 def _executor(

@@ -123,16 +123,24 @@ def end_front(front: FrontRecord) -> None:
 
 def load(front: FrontRecord, model: str, path: Path, on_progress: Callable[[float | None], None]) -> Loaded:
     """Load a model, and return it when it is ready. `on_progress` gets shares of 1. Raises EdgeLMError."""
+    _ask_to_load(front, model, on_progress)
+    context = loaded_context(front, path)
+    if context is None:  # it was unloaded meanwhile: an idle limit may be seconds
+        _ask_to_load(front, model, on_progress)
+        context = loaded_context(front, path)
+    return Loaded(front, model, context or 0)
+
+
+def _ask_to_load(front: FrontRecord, model: str, on_progress: Callable[[float | None], None]) -> None:
     with _client(front) as client:
         while True:
             response = _post(client, "/models/load", {"model": model})
             if response.status_code == httpx2.codes.OK:
-                break
+                return
             error = _error(response)
             if response.status_code != httpx2.codes.SERVICE_UNAVAILABLE or error.get("code") != "model_loading":
                 raise EngineError(str(error.get("message") or f"the server answers {response.status_code}"))
             on_progress(error.get("progress"))
-    return Loaded(front, model, loaded_context(front, path) or 0)
 
 
 def loaded_context(front: FrontRecord, path: Path) -> int | None:

@@ -7,6 +7,7 @@ drafts are made.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -20,7 +21,7 @@ MIN_LOSS = 0.25  # each paused request halves the limit of the next one, down to
 MAX_CREDIT = 2.0  # plain steps of gains that count against later losses
 PAUSE = 64  # tokens without drafts; doubled by each further pause of a request
 FREE_TIME = 0.01  # plain steps: the time that `propose` may take
-TRIAL_RATE = 0.005  # plain steps that a drafter without proof may lose for each token of an answer
+TRIAL_RATE = 0.005  # share of the time that a drafter without proof may lose
 TRIAL_COST = 0.15  # plain steps that a first draft takes beside its row
 PROOF = 3.0  # plain steps gained, after all losses between, by which a drafter is proved
 
@@ -96,7 +97,7 @@ class ThrottledDrafter:
         self._cut_len: int | None = None  # limit of drafts while nothing is accepted
         self._accepted = False  # whether a token was accepted since the last pause
         self._proof = proof
-        self._trial = _Trial() if proof and not proof.exists() else None
+        self._trial = _Trial() if proof and not os.path.exists(proof) else None  # noqa: PTH110 - raises nothing
 
     def begin(self, seq: Sequence) -> None:
         self._accounts[seq] = _Account(self._max_loss, len(seq.tokens))
@@ -168,8 +169,8 @@ class ThrottledDrafter:
         if not self._trial or not self._on_trial(seq):
             return True
         account = self._accounts[seq]
-        earned = TRIAL_RATE * (len(seq.tokens) - account.earned_to)
-        self._trial.balance = min(self._trial.balance + earned, MAX_CREDIT)
+        steps = (len(seq.tokens) - account.earned_to) / len(self._accounts)  # each step is one token of every sequence
+        self._trial.balance = min(self._trial.balance + TRIAL_RATE * steps, MAX_CREDIT)
         account.earned_to = len(seq.tokens)
         return not marginal_cost or self._trial.balance >= marginal_cost[0] + TRIAL_COST
 

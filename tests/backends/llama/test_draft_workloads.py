@@ -14,6 +14,7 @@ from collections.abc import Sequence as Seq
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from edgelm.engine.core import Drafter, SamplingParams, Sequence
 from edgelm.engine.engine import Engine
 from edgelm.engine.kv_slots import SlotKV
 from edgelm.engine.scheduler import Scheduler
+from edgelm.engine.speculation import throttle
 from edgelm.engine.speculation.mtp_drafter import MtpDrafter
 from edgelm.engine.speculation.throttle import ChainDrafter, ThrottledDrafter
 from tests.backends.llama.test_speculation import key_of, quantized, random_request
@@ -86,6 +88,7 @@ def _drafter(executor: LlamaExecutor, clock: StepClock, knowing: Knowing) -> Dra
 def cheap_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a row more cost a hundredth of a step, however busy this machine is."""
     monkeypatch.setattr(StepClock, "observe", lambda *_: None)
+    monkeypatch.setattr(throttle, "time", SimpleNamespace(perf_counter=lambda: 0.0))
 
 
 def random_workload(rng: random.Random, past: list[list[int]]) -> list[Request]:

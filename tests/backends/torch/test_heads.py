@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 
 from edgelm.backends import build as choice_module
+from edgelm.backends.drafting import NO_HEADS
 from edgelm.backends.followed_heads import HEADS_WINDOW
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
@@ -29,7 +31,7 @@ from edgelm.backends.reports import Reports
 from edgelm.backends.torch import build as torch_build
 from edgelm.backends.torch import heads as heads_module
 from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
-from edgelm.backends.torch.memory import TorchMemory, plan_for_torch
+from edgelm.backends.torch.memory import TorchMemory, TorchPlan, plan_for_torch
 from edgelm.base.config import Settings
 from edgelm.base.errors import ModelError
 from edgelm.base.places import Places
@@ -499,6 +501,23 @@ def test_a_head_whose_memory_cannot_be_allocated_costs_no_context(
         gc.enable()
     assert (executor.info.context, executor.heads) == (2048, None)
     assert said == ["the heads of m do not draft: there is no memory for them"]
+
+
+def test_the_last_line_says_why_heads_do_not_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A line replaces the one before it: that there are no heads would hide that there is no memory for them."""
+    caplog.set_level("INFO", "edgelm.backends")
+    plan = torch_build._plan
+
+    def without_head(*arguments: Any) -> TorchPlan:
+        planned = plan(*arguments)
+        return planned._replace(plan=replace(planned.plan, heads=False))
+
+    monkeypatch.setattr(torch_build, "_plan", without_head)
+    built(write_odd(tmp_path / "m.gguf", "qwen35", 5, heads=0.0), tmp_path, draft="mtp").engine.close()
+    assert "the heads of m.gguf do not draft: there is no memory for them" in caplog.text
+    assert NO_HEADS not in caplog.text
 
 
 @pytest.mark.usefixtures("random_norms")

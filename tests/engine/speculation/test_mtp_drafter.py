@@ -196,3 +196,16 @@ def test_heads_never_cost_more_than_a_hundredth(
     if agreement == 0.9 and head_cost < 0.4 and row_cost < 0.1:
         assert gained > 1.5
         assert later > 1.5
+
+
+@pytest.mark.parametrize("together", [4, 16])
+@pytest.mark.parametrize("row_cost", [0.03, 0.35])
+@pytest.mark.parametrize("agreement", [0.0, 0.3, 0.9])
+def test_heads_never_cost_more_than_a_hundredth_where_several_answers_are_decoded_together(
+    agreement: float, row_cost: float, together: int, tmp_path: Path
+) -> None:
+    """A step is a token of each: they earn what a trial may lose together, not each for itself."""
+    costs, texts = Costs("", linear(row_cost), linear(row_cost)), answers() * 2
+    plain = speed(texts, [], costs, SimulatedHeads(agreement, 0.15), 3, None, together)
+    first = speed(texts, ["mtp"], costs, SimulatedHeads(agreement, 0.15), 3, tmp_path / "proof", together)
+    assert first >= 0.99 * plain

@@ -8,15 +8,23 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from edgelm.engine.clock import PLAIN_EVERY, Measured, StepClock, StepCosts
 from edgelm.engine.core import Chunk, SamplingParams, Sequence, Step
+from edgelm.engine.speculation import throttle
 from edgelm.engine.speculation.throttle import PAUSE, ThrottledDrafter
 from tests.engine.fake import SimpleDrafter
 
 PLAIN_S = 0.010
+
+
+@pytest.fixture(autouse=True)
+def free_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let drafting take no time, however busy this machine is."""
+    monkeypatch.setattr(throttle, "time", SimpleNamespace(perf_counter=lambda: 0.0))
 
 
 class Always(SimpleDrafter):
@@ -135,7 +143,7 @@ def test_the_time_of_a_drafter_without_a_draft_is_a_loss_too(monkeypatch: pytest
     """A draft model may take half a step to find no draft."""
     run = Run()
     now = itertools.count(0.0, PLAIN_S / 2)
-    monkeypatch.setattr("edgelm.engine.speculation.throttle.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr(throttle.time, "perf_counter", lambda: next(now))
     monkeypatch.setattr(run.inner, "propose", lambda *_: run.inner.asked.append(0) or [])
     for _ in range(30):
         run.step(drafted_s=PLAIN_S, accepted=0)
@@ -164,10 +172,9 @@ class Gullible(Always):
 @pytest.mark.parametrize("sequences", [1, 4])
 @pytest.mark.parametrize("load", [lambda _: 1.0, lambda step: 3.0 if step // 50 % 2 else 1.0])
 def test_drafts_that_are_always_wrong_lose_little_whatever_the_surface_says(
-    surface: str, inner: type[Always], sequences: int, load: Callable[[int], float], monkeypatch: pytest.MonkeyPatch
+    surface: str, inner: type[Always], sequences: int, load: Callable[[int], float]
 ) -> None:
     """Every draft of 3,000 tokens is rejected: the loss is a few plain steps, not a share of all steps."""
-    monkeypatch.setattr("edgelm.engine.speculation.throttle.time.perf_counter", lambda: 0.0)  # drafting costs nothing
     rng = random.Random(1)
     clock = StepClock(StepCosts(Measured(rows, 0, seconds) for rows, seconds in SURFACES[surface].items()))
     drafter = ThrottledDrafter(inner(), clock)
@@ -283,7 +290,7 @@ def test_one_on_trial_first_saves_what_it_may_lose(tmp_path: Path) -> None:
 
 def test_a_stall_of_one_on_trial_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, now = Run(proof=tmp_path / "proof"), [0.0]
-    monkeypatch.setattr("edgelm.engine.speculation.throttle.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(throttle.time, "perf_counter", lambda: now[0])
     stalls = iter([100 * PLAIN_S])
 
     def propose(seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
@@ -331,8 +338,10 @@ def test_a_request_that_chooses_the_drafter_needs_no_proof(tmp_path: Path) -> No
     assert run.step(drafted_s=PLAIN_S, accepted=4) == [4]
 
 
-def test_a_disk_that_keeps_no_proof_stops_no_answer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["file/proof", "x" * 300], ids=["no folder", "too long"])
+def test_a_disk_that_keeps_no_proof_stops_no_answer(name: str, tmp_path: Path) -> None:
+    """Of a name that is too long, `Path.exists` raises OSError, as of one in a folder that cannot be entered."""
     tmp_path.joinpath("file").touch()
-    run = Run(proof=tmp_path / "file" / "proof")
+    run = Run(proof=tmp_path / name)
     drafted = [run.step(drafted_s=1.2 * PLAIN_S, accepted=4)[0] for _ in range(200)]
     assert drafted[-1] == 4
