@@ -141,11 +141,15 @@ async def at_once(chat: Driver, typed: str) -> None:
 async def test_keys_behind_a_file_in_one_read_are_the_message(open_chat: Open, folder: Path) -> None:
     async with open_chat() as chat:
         await chat.ready()
+        chat.endpoint.stall_after = 1
         await at_once(chat, "@notes\rWhat is it?\r@nosuch\r")
-        await chat.until(lambda: len(chat.turns) == 2 and chat.answer is None, "answered")
-        assert last_content(chat) == "src/notes.md:\n```\n# Notes\n```\n\nWhat is it?"
+        await chat.hears("an answer is being written")
         assert chat.prompt.text == "@nosuch", "it could not be sent during the answer"
         chat.prompt.put("")
+        chat.endpoint.stall_after = None
+        await chat.press("escape")
+        await chat.answered()
+        assert last_content(chat) == "src/notes.md:\n```\n# Notes\n```\n\nWhat is it?"
         await at_once(chat, "@src/not\tgo on\r")
         await chat.until(lambda: len(chat.turns) == 4 and chat.answer is None, "answered")
         assert chat.turns[2] == ("user", "go on")
@@ -240,10 +244,10 @@ async def test_messages_are_sent_in_the_order_of_their_enters(
         await chat.ready()
         check = chat.screen.files.check
 
-        async def slow(text: str, files: list[Item]) -> bool:
+        async def slow(text: str, *files: list[Item]) -> bool:
             if text == "One":
                 await go_on.wait()
-            return await check(text, files)
+            return await check(text, *files)
 
         monkeypatch.setattr(chat.screen.files, "check", slow)
         chat.endpoint.stall_after = 1
