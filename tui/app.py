@@ -52,7 +52,8 @@ if TYPE_CHECKING:
 
 CLOSE_S = 5.0
 DIALOG_TURNS = 20  # of the event loop, from a key to the dialog of its command
-DIALOG_S = 2.0
+FOCUS_WAITS = 100  # for the focus in a dialog: a machine that swaps loses seconds in one of them, not in all
+FOCUS_WAIT_S = 0.02
 SCREEN_CHARS = 500  # screen cuts a longer sequence
 log = logging.getLogger(__name__)
 
@@ -219,8 +220,10 @@ class ChatApp(App[None], inherit_bindings=False):
         if self.screen is not self._chat:
             has_focus = asyncio.Event()
             self.screen.call_later(has_focus.set)  # behind the event that gives the focus
-            with suppress(TimeoutError):
-                await asyncio.wait_for(has_focus.wait(), DIALOG_S)
+            for _ in range(FOCUS_WAITS):
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(has_focus.wait(), FOCUS_WAIT_S)
+                    break
 
     def on_mount(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -92,6 +92,7 @@ class ChatPane(Vertical):
         self._completion = Completion()
         self._picker = FilePicker(self.prompt, self._completion, files.add_path, self.run_worker)
         self.prompt.take_file = self._picker.take
+        self.prompt.files = lambda: files.items
         self._show_reasoning = False
         self._live: LiveView | None = None
         self.suggest: Callable[[str], list[Suggestion]] = suggest_paths  # what Tab may complete; called on a thread
@@ -281,14 +282,17 @@ class ChatPane(Vertical):
         self.prompt.focus()
         self.prompt.refresh_bindings()  # the status line shows its hints
 
-    def leave_edit(self, typed: str = "") -> None:
-        """Return from editing a message to the new one that was being written before, with `typed` behind it."""
+    def leave_edit(self, *, is_sent: bool = False) -> None:
+        """Return from editing a message to the new one that was being written before.
+
+        Behind it comes what was typed and attached since the edited one was sent.
+        """
         if self.editing is not None:
             self.editing = None
             text, attachments = self._set_aside
             self._set_aside = ("", ())
-            self.files.set(attachments)
-            self.prompt.put(text + typed)
+            self.files.set(attachments, keep=is_sent)
+            self.prompt.put(text + self.prompt.text if is_sent else text)
         self.prompt.remove_class("-editing")
         self.prompt.border_title = ""
         self.prompt.refresh_bindings()
@@ -357,7 +361,7 @@ class ChatPane(Vertical):
         if self.prompt.picking:
             self._picker.click(event.suggestion)
         elif self._completion.is_offering:
-            self.post_message(Prompt.Sent(event.suggestion.text))
+            self.post_message(Prompt.Sent(event.suggestion.text, self.files.items))
         else:
             self.prompt.put(event.suggestion.text)
 

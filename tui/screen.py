@@ -29,6 +29,7 @@ from textual.worker import Worker
 
 from edgelm.base.errors import EdgeLMError, RequestError
 from edgelm.base.places import own_environment
+from edgelm.chats.attachments import Attachment
 from edgelm.chats.history import Message
 from edgelm.chats.store import ChatsError
 from edgelm.chats.store_thread import StoreThread
@@ -45,7 +46,7 @@ from edgelm.tui.dialogs.stats_text import figure_lines
 from edgelm.tui.inspector.panel import InspectorPanel
 from edgelm.tui.lines import clean, short_name
 from edgelm.tui.pane import ChatPane
-from edgelm.tui.prompt.attaching import Attaching
+from edgelm.tui.prompt.attaching import Attaching, Item
 from edgelm.tui.prompt.box import Prompt
 from edgelm.tui.prompt.paths import suggest_paths
 from edgelm.tui.pulls import Pull, Pulls
@@ -144,6 +145,8 @@ class ChatScreen(Screen[None]):
         self._unsent: str | None = None  # the text in the prompt; None until something was typed
         self._unsent_timer: Timer | None = None
         self._shell: Worker[None] | None = None  # the command that was run last
+        self._sending: Worker[None] | None = None  # the message that was checked last
+        self._turn_to_send = asyncio.Lock()
         self.begun: Worker[None] | None = None  # a command of a key, before the next key
 
     def compose(self) -> ComposeResult:
@@ -317,11 +320,16 @@ class ChatScreen(Screen[None]):
             pane.prompt.sent.add(text)
             pane.close_commands()
             self.run_command(command.name, call[1])
-        elif text.strip() or self.files.has_any:
-            if self.files.must_check or "://" in text:
-                self._check_and_send(text, self.workspace.session)
-            else:
-                self._try_to_send(text)
+        elif (files := self.files.take(event.files)) or text.strip():
+            is_behind = self._sending is not None and not self._sending.is_finished
+            if is_behind or self.files.must_check or "://" in text:
+                self._sending = self._check_and_send(text, files, pane.editing, self.workspace.session)
+                return
+            try:
+                self._send(_message(text), pane.editing)
+            except RequestError as error:
+                pane.prompt.give_back(text)
+                self.view.complain(error)
         else:
             pane.prompt.give_back(text)
 
@@ -378,40 +386,56 @@ class ChatScreen(Screen[None]):
             self.view.add_output(output, chat)
 
     @work(group="send")
-    async def _check_and_send(self, typed: str, session: Session) -> None:
-        """Send a message when its files are checked, unless another chat was opened meanwhile."""
+    async def _check_and_send(self, typed: str, files: list[Item], editing: int | None, session: Session) -> None:
+        """Send a message when those before it and its files are checked. One that is not sent comes back."""
+        async with self._turn_to_send:
+            try:
+                is_sent = await self._send_checked(typed, files, editing, session)
+            except EdgeLMError as error:
+                is_sent = False
+                self.view.complain(error)
+            if not is_sent:
+                self.files.give_back(files)
+                self.pane.prompt.give_back(typed)
+
+    async def _send_checked(self, typed: str, files: list[Item], editing: int | None, session: Session) -> bool:
+        """Return whether the message is sent: not where another chat was opened meanwhile."""
         from edgelm.tui.commands.messages import offer_pages  # after the first paint
 
-        try:
-            if not await offer_pages(self._face, _message(typed)):
-                self.pane.prompt.give_back(typed)
-                return
-            await self.files.check(_message(typed))
-        except EdgeLMError as error:
-            self.pane.prompt.give_back(typed)
-            self.view.complain(error)
-        else:
-            if session is not self.workspace.session:
-                self.pane.prompt.give_back(typed)
-                self.notify("another chat was opened: the message is not sent", severity="warning")
-            elif typed.strip() or self.files.attachments:  # or else none could be read
-                self._try_to_send(typed)
+        async def add(page: Attachment) -> None:
+            files.extend(self.files.take((self.files.add(page),)))
 
-    def _try_to_send(self, typed: str) -> None:
-        try:
-            self.send(_message(typed))
-        except RequestError as error:
-            self.pane.prompt.give_back(typed)
-            self.view.complain(error)
+        text = _message(typed)
+        if not await offer_pages(self._face, text, add) or not await self.files.check(text, files):
+            return False
+        if session is not self.workspace.session:
+            self.notify("another chat was opened: the message is not sent", severity="warning")
+            return False
+        if not text.strip() and not self.files.attachments_of(files):  # they were taken off
+            return False
+        self._send(text, editing, files)
+        return True
 
     def send(self, text: str, roots: tuple[str, ...] = ()) -> None:
-        """Send a message, as a new version of the one being edited if there is one. Raises RequestError."""
+        """Send a message without files, as a new version of the one being edited if there is one.
+
+        Raises RequestError.
+        """
+        editing = self.pane.editing
+        self.workspace.send(text, editing, roots)
+        self._note_sent(text, editing, self.files.items if editing is not None else ())
+
+    def _send(self, text: str, editing: int | None, files: Sequence[Item] = ()) -> None:
+        """Send a message, as a new version of another one if `editing` is one's id. Raises RequestError."""
+        self.workspace.send(text, editing, attachments=self.files.attachments_of(files))
+        self._note_sent(text, editing, files)
+
+    def _note_sent(self, text: str, editing: int | None, files: Sequence[Item]) -> None:
+        """Show a message that was sent; its files, and those of its old version, leave the bar."""
         pane = self.pane
-        self.workspace.send(text, pane.editing, roots, () if roots else self.files.attachments)
-        if pane.editing is not None:
-            pane.leave_edit(pane.prompt.text)
-        elif not roots:
-            self.files.set(())
+        self.files.drop(files)
+        if editing is not None and editing == pane.editing:
+            pane.leave_edit(is_sent=True)
         pane.prompt.sent.add(text)
         self.view.show_chat()
         self._show_others(self.workspace.session)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import re
 from pathlib import Path
 
 import pytest
+from textual.app import ComposeResult
 from textual.widgets import Input
 
 from edgelm.base.errors import RequestError
@@ -21,6 +23,7 @@ from edgelm.tui.commands.table import (
     find_command,
     parse_call,
 )
+from edgelm.tui.dialogs.basic import LineScreen
 from edgelm.tui.dialogs.params import PARAMS, parse_params
 from edgelm.tui.terminal_input import InputParser
 from tests.tui.conftest import Open
@@ -248,6 +251,26 @@ async def test_a_title_is_typed_faster_than_its_dialog_opens(open_chat: Open, st
             await chat.answered()
         await chat.ask("q")
         assert chat.session.chat.title == "My title"
+
+
+async def test_a_title_is_typed_while_the_machine_stands_still(
+    open_chat: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    now, compose, lost_s = loop.time, LineScreen.compose, [0.0]
+
+    def slow(dialog: LineScreen) -> ComposeResult:
+        lost_s.append(60.0)
+        return compose(dialog)
+
+    monkeypatch.setattr(loop, "time", lambda: now() + sum(lost_s))
+    monkeypatch.setattr(LineScreen, "compose", slow)
+    async with open_chat() as chat:
+        await chat.ready()
+        for event in InputParser().feed("\x1bOQMy title\r"):  # in one read of the terminal
+            chat.app.post_message(event)
+        await chat.until(lambda: chat.session.chat.title == "My title", "renamed")
+        assert chat.prompt.text == ""
 
 
 async def test_a_dialog_closes_once(open_chat: Open) -> None:

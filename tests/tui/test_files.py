@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 from textual import events
 
-from edgelm.chats.attached_files import Read, read_attachment
+from edgelm.chats.attached_files import Read, State, read_attachment, state_of
+from edgelm.chats.attachments import Attachment
 from edgelm.chats.folders import MAX_WALK_S, Entry, Walk
 from edgelm.tui.prompt import file_picker
+from edgelm.tui.prompt.attaching import Item
 from edgelm.tui.terminal_input import InputParser
 from tests.tui.conftest import Driver, Open
 from tests.tui.test_mouse import click
@@ -139,19 +141,24 @@ async def at_once(chat: Driver, typed: str) -> None:
 async def test_keys_behind_a_file_in_one_read_are_the_message(open_chat: Open, folder: Path) -> None:
     async with open_chat() as chat:
         await chat.ready()
+        chat.endpoint.stall_after = 1
         await at_once(chat, "@notes\rWhat is it?\r@nosuch\r")
-        await chat.until(lambda: len(chat.turns) == 2 and chat.answer is None, "answered")
-        assert last_content(chat) == "src/notes.md:\n```\n# Notes\n```\n\nWhat is it?"
+        await chat.hears("an answer is being written")
         assert chat.prompt.text == "@nosuch", "it could not be sent during the answer"
         chat.prompt.put("")
+        chat.endpoint.stall_after = None
+        await chat.press("escape")
+        await chat.answered()
+        assert last_content(chat) == "src/notes.md:\n```\n# Notes\n```\n\nWhat is it?"
         await at_once(chat, "@src/not\tgo on\r")
         await chat.until(lambda: len(chat.turns) == 4 and chat.answer is None, "answered")
         assert chat.turns[2] == ("user", "go on")
 
 
 @pytest.mark.parametrize("readable", [True, False])
+@pytest.mark.parametrize("words", ["", "Sum it up"])
 async def test_enter_behind_a_file_that_is_still_read_sends_it(
-    open_chat: Open, folder: Path, monkeypatch: pytest.MonkeyPatch, readable: bool
+    open_chat: Open, folder: Path, monkeypatch: pytest.MonkeyPatch, readable: bool, words: str
 ) -> None:
     may_read = threading.Event()
 
@@ -162,18 +169,134 @@ async def test_enter_behind_a_file_that_is_still_read_sends_it(
     monkeypatch.setattr("edgelm.tui.prompt.attaching.read_attachment", slow)
     async with open_chat() as chat:
         await chat.ready()
-        await at_once(chat, "@src/not\t\r")
+        await at_once(chat, f"@src/not\t{words}\r")
         await chat.sees("is read")
-        assert chat.turns == []
+        assert (chat.turns, chat.prompt.text) == ([], "")
         may_read.set()
         if readable:
-            await chat.until(lambda: chat.turns[:1] == [("user", "")], "sent without words")
+            await chat.until(lambda: chat.turns[:1] == [("user", words)], "sent")
             await chat.answered()
-            assert last_content(chat) == "src/notes.md:\n```\n# Notes\n```\n\n"
+            assert last_content(chat) == f"src/notes.md:\n```\n# Notes\n```\n\n{words}"
         else:
-            await chat.sees("notes.md.gone")
-            await chat.pilot.pause()
+            await chat.hears("notes.md.gone")
+            await chat.until(lambda: chat.prompt.text == words, "the words are back")
             assert chat.turns == []
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Let no reading of notes.md end before the event."""
+    may_read = threading.Event()
+
+    def read(path: str) -> Read:
+        if path.endswith("notes.md"):
+            may_read.wait()
+        return read_attachment(path)
+
+    monkeypatch.setattr("edgelm.tui.prompt.attaching.read_attachment", read)
+    yield may_read
+    may_read.set()
+
+
+async def test_a_message_has_the_files_before_its_enter(open_chat: Open, folder: Path, held: threading.Event) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await at_once(chat, "@src/not\tOne\r@src/add\tTwo")
+        await chat.sees("notes.md is read", "src/adder.py")
+        held.set()
+        await chat.until(lambda: len(chat.turns) == 2 and chat.answer is None, "answered")
+        assert last_content(chat) == "src/notes.md:\n```\n# Notes\n```\n\nOne"
+        assert (names(chat), chat.prompt.text) == (["src/adder.py"], "Two")
+        await chat.press("enter")
+        await chat.until(lambda: len(chat.turns) == 4 and chat.answer is None, "answered")
+        assert last_content(chat) == f"src/adder.py:\n```\n{CODE}```\n\nTwo"
+
+
+async def test_a_file_that_is_read_while_a_message_is_checked_stays(
+    open_chat: Open, folder: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_look = threading.Event()
+
+    def look(attachment: Attachment) -> State:
+        may_look.wait()
+        return state_of(attachment)
+
+    async with open_chat() as chat:
+        await chat.ready()
+        await at_once(chat, "@src/add\tOne\r")
+        await chat.until(lambda: len(chat.turns) == 2 and chat.answer is None, "answered")
+        monkeypatch.setattr("edgelm.tui.prompt.attaching.state_of", look)
+        await at_once(chat, "Two\r@src/not\tThree")
+        await chat.sees("notes.md is read")
+        may_look.set()
+        await chat.until(lambda: len(chat.turns) == 4 and chat.answer is None, "answered")
+        assert (last_content(chat), chat.prompt.text) == ("Two", "Three")
+        held.set()
+        await has(chat, "src/notes.md")
+
+
+@pytest.mark.parametrize("behind", ["", "Two"])
+async def test_messages_are_sent_in_the_order_of_their_enters(
+    open_chat: Open, folder: Path, monkeypatch: pytest.MonkeyPatch, behind: str
+) -> None:
+    go_on = asyncio.Event()
+    async with open_chat() as chat:
+        await chat.ready()
+        check = chat.screen.files.check
+
+        async def slow(text: str, *files: list[Item]) -> bool:
+            if text == "One":
+                await go_on.wait()
+            return await check(text, *files)
+
+        monkeypatch.setattr(chat.screen.files, "check", slow)
+        chat.endpoint.stall_after = 1
+        await at_once(chat, f"@src/add\tOne\r{behind}\r")
+        await chat.sees("src/adder.py")
+        assert chat.turns == []
+        go_on.set()
+        await chat.until(lambda: chat.turns[:1] == [("user", "One")], "the first is sent first")
+        await chat.until(lambda: chat.prompt.text == behind, "the second cannot be sent during the answer")
+        await chat.press("escape")
+        await chat.answered()
+        assert len(chat.endpoint.requests) == 1
+        assert last_content(chat) == f"src/adder.py:\n```\n{CODE}```\n\nOne"
+
+
+async def test_an_edit_that_begins_behind_enter_is_of_its_own_message(
+    open_chat: Open, folder: Path, held: threading.Event
+) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.ask("Explain it")
+        await at_once(chat, "@src/not\tOne\r")
+        await chat.sees("notes.md is read")
+        await chat.press("f4")
+        await chat.until(lambda: chat.prompt.text == "Explain it", "edited")
+        held.set()
+        await chat.until(lambda: chat.turns[2:3] == [("user", "One")], "sent behind the other")
+        await chat.answered()
+        assert last_content(chat) == "src/notes.md:\n```\n# Notes\n```\n\nOne"
+        assert (chat.prompt.text, names(chat)) == ("Explain it", [])
+        await chat.press("escape")
+        assert (chat.prompt.text, names(chat)) == ("", [])
+
+
+async def test_a_file_behind_an_edited_message_stays(open_chat: Open, folder: Path, held: threading.Event) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.ask("Explain it")
+        chat.prompt.put("Compare ")
+        chat.screen.files.add_text("set aside")
+        await chat.press("f4")
+        await chat.until(lambda: chat.prompt.text == "Explain it", "edited")
+        await at_once(chat, " @src/not\ttwice\r@src/add\twith")
+        await chat.sees("notes.md is read", "src/adder.py")
+        held.set()
+        await chat.until(lambda: chat.turns[:1] == [("user", "Explain it twice")], "sent")
+        await chat.answered()
+        assert last_content(chat) == "src/notes.md:\n```\n# Notes\n```\n\nExplain it twice"
+        assert (chat.prompt.text, names(chat)) == ("Compare with", ["pasted text 1", "src/adder.py"])
 
 
 @pytest.fixture
@@ -439,9 +562,9 @@ async def test_a_message_goes_into_no_chat_that_was_opened_meanwhile(
 ) -> None:
     checking, go_on = asyncio.Event(), asyncio.Event()
 
-    async def check(text: str) -> None:
+    async def check(text: str, files: object) -> bool:
         checking.set()
-        await go_on.wait()
+        return await go_on.wait()
 
     async with open_chat() as chat:
         await chat.ready()

@@ -129,3 +129,30 @@ async def test_a_page_is_not_put_into_another_chat(open_chat: Open, monkeypatch:
         came.set()
         await chat.hears("another chat was opened meanwhile")
         assert chat.screen.files.attachments == ()
+
+
+async def test_what_is_sent_while_a_page_is_fetched_waits(open_chat: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    came = asyncio.Event()
+
+    async def fetch(url: str) -> Attachment:
+        await came.wait()
+        return Attachment(kind="text", name=url, text="They sleep a lot.\n")
+
+    monkeypatch.setattr(messages, "fetched", fetch)
+    async with open_chat() as chat:
+        await chat.ready()
+        await send(chat, f"Sum up {URL}")
+        await opens(chat, PickScreen)
+        await chat.press("down", "enter")
+        await chat.sees("fetching ferrets.example")
+        await send(chat, "Two")
+        chat.screen.files.add_text("for Two")
+        assert chat.turns == []
+        chat.endpoint.stall_after = 1
+        came.set()
+        await chat.until(lambda: chat.turns[:1] == [("user", f"Sum up {URL}")], "sent first")
+        await chat.until(lambda: chat.prompt.text == "Two", "it cannot be sent during the answer")
+        await chat.press("escape")
+        await chat.answered()
+        assert last(chat) == f"{URL}:\n```\nThey sleep a lot.\n```\n\nSum up {URL}"
+        assert [attachment.text for attachment in chat.screen.files.attachments] == ["for Two"]

@@ -6,10 +6,12 @@ Owns which message is meant, what is asked and told.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from edgelm.base.errors import EdgeLMError, RequestError
 from edgelm.chats.attached_files import full_path
+from edgelm.chats.attachments import Attachment
 from edgelm.chats.history import Message
 from edgelm.chats.web_page import fetched, host_of, is_url, urls_in
 from edgelm.tui.commands.face import Face
@@ -25,12 +27,12 @@ async def attach(face: Face, argument: str) -> None:
     if is_url(argument):
         question = f"{host_of(argument)} is asked for this page, from this machine."
         if await face.confirm(f"fetch this page from {host_of(argument)}?", question, "Fetch it"):
-            await _fetch(face, argument)
+            await face.add(await _fetched(face, argument))
     else:
         await face.attach(full_path(unquoted(argument)) if argument else "")
 
 
-async def offer_pages(face: Face, text: str) -> bool:
+async def offer_pages(face: Face, text: str, add: Callable[[Attachment], Awaitable[None]]) -> bool:
     """Offer to attach the pages that a message names; return whether it is to be sent. Raises EdgeLMError."""
     workspace = face.workspace
     urls = [url for url in urls_in(text) if url not in workspace.asked_pages] if workspace.offers_pages else []
@@ -52,15 +54,15 @@ async def offer_pages(face: Face, text: str) -> bool:
         workspace.asked_pages.update(urls)
     workspace.offers_pages = chosen != "never"
     for url in urls if chosen == "fetch" else ():
-        await _fetch(face, url)
+        await add(await _fetched(face, url))
     return chosen is not None
 
 
-async def _fetch(face: Face, url: str) -> None:
+async def _fetched(face: Face, url: str) -> Attachment:
     session = face.workspace.session
     page = await face.wait(f"fetching {host_of(url)}", fetched(url))
     face.workspace.require_open(session)
-    await face.add(page)
+    return page
 
 
 async def shell(face: ScreenFace, _argument: str) -> None:

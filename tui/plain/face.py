@@ -101,7 +101,7 @@ class PlainFace:
     async def send(self, text: str, roots: tuple[str, ...] = (), edited: int | None = None) -> None:
         attached: tuple[Attachment, ...] = ()
         if not roots and self.lines.is_terminal:
-            await offer_pages(self, text)
+            await offer_pages(self, text, self.add)
         if not roots:
             text, attached = await self.files.take(text)
         if edited is not None:

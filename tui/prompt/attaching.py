@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,11 +30,14 @@ Run = Callable[[Coroutine[Any, Any, None]], object]
 
 
 @dataclass(eq=False, slots=True)
-class _Item:
+class Item:
     """A file on the bar; `attachment` is None while it is read."""
 
     path: str
     attachment: Attachment | None = None
+    is_taken: bool = False  # by a message that is sent as soon as its files are read
+    failed: bool = False  # it cannot be read
+    read: asyncio.Event = field(default_factory=asyncio.Event)  # or failed, or taken off
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,44 +63,47 @@ class Attaching:
         self._run = run
         self._tell = tell
         self._complain = complain
-        self._items: list[_Item] = []
+        self._items: list[Item] = []
         self._notices: list[Notice] = []
         self._passed: set[tuple[str, str, State]] = set()  # notices that the user has seen: path, digest, state
         self._size: int | None = None  # of the context
         self._session: Session | None = None  # whose files were looked at
         self._edited: Message | None = None  # the message whose new version is written
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._confirmed: tuple[object, ...] = ()  # a message that is too long, and that the user sends again
 
     @property
-    def attachments(self) -> tuple[Attachment, ...]:
-        return tuple(item.attachment for item in self._items if item.attachment is not None)
+    def items(self) -> tuple[Item, ...]:
+        """Return the files of the message being written."""
+        return tuple(item for item in self._items if not item.is_taken)
 
     @property
-    def has_any(self) -> bool:
-        """Tell whether a file is attached, or being read."""
-        return bool(self._items)
+    def attachments(self) -> tuple[Attachment, ...]:
+        return self.attachments_of(self.items)
+
+    def attachments_of(self, items: Iterable[Item]) -> tuple[Attachment, ...]:
+        """Return what was read of these; of those that were taken off meanwhile, nothing."""
+        return tuple(item.attachment for item in items if item.attachment is not None and item in self._items)
 
     # What is attached
 
-    def set(self, attachments: Iterable[Attachment], edited: Message | None = None) -> None:
-        """Replace all: by those of a message that is edited, or by none."""
-        self._items = [_Item(attachment.path, attachment) for attachment in attachments]
+    def set(self, attachments: Iterable[Attachment], edited: Message | None = None, *, keep: bool = False) -> None:
+        """Replace the files of the message being written; `keep` puts these before them."""
+        taken = [item for item in self._items if item.is_taken]
+        others = self.items if keep else ()
+        self._items = [*taken, *(Item(attachment.path, attachment) for attachment in attachments), *others]
         self._edited = edited
-        self._note_idle()
         self._show()
         if self._items:
             self._run(self._measure(()))
 
     def add_path(self, path: str) -> None:
         """Attach the file or folder at an absolute path; one that is attached already is read again."""
-        item = next((item for item in self._items if item.path == path), None)
+        item = next((item for item in self.items if item.path == path), None)
         if item is None:
-            item = _Item(path)
+            item = Item(path)
             self._items.append(item)
         item.attachment = None
-        self._idle.clear()
+        item.read.clear()
         self._show()
         self._run(self._read(item))
 
@@ -105,25 +111,27 @@ class Attaching:
         """Attach a pasted text."""
         self.add(pasted(text, self._next_number()))
 
-    def add(self, attachment: Attachment) -> None:
+    def add(self, attachment: Attachment) -> Item:
         """Attach a text that has no file."""
-        item = _Item("", attachment)
+        item = Item("", attachment)
         self._items.append(item)
         self._show()
         self._run(self._measure((item,)))
+        return item
 
     async def add_clipboard(self) -> None:
         """Attach the picture on the clipboard. Raises EdgeLMError."""
         attachment = await in_daemon_thread(partial(clipboard_picture, self._next_number()))
         await require_sight(self._workspace.link, self._workspace.model, (attachment,))
-        item = _Item("", attachment)
+        item = Item("", attachment)
         self._items.append(item)
         self._show()
         await self._measure((item,))
 
     def _next_number(self) -> int:
         """Return the number of the next attachment that has no file."""
-        return 1 + sum(not attachment.path for attachment in (*self._sent(), *self.attachments))
+        attached = self.attachments_of(self._items)
+        return 1 + sum(not attachment.path for attachment in (*self._sent(), *attached))
 
     def _sent(self) -> list[Attachment]:
         """Return the attachments of the branch on screen."""
@@ -132,16 +140,15 @@ class Attaching:
     def remove(self, index: int) -> None:
         """Take a chip off the bar: an attachment, or a notice."""
         if index < len(self._items):
-            del self._items[index]
-            self._note_idle()
+            self._items.pop(index).read.set()
         elif index - len(self._items) < len(self._notices):
             self._pass(self._notices.pop(index - len(self._items)))
         self._show()
 
     def remove_last(self) -> None:
-        """Take off the last attachment, if there is one."""
-        if self._items:
-            self.remove(len(self._items) - 1)
+        """Take off the last file of the message being written, if there is one."""
+        if self.items:
+            self.remove(self._items.index(self.items[-1]))
 
     def use(self, index: int) -> str:
         """Attach the new version of a changed file, or take a pasted text off and return it for the prompt."""
@@ -154,11 +161,12 @@ class Attaching:
         self.add_path(notice.attachment.path)
         return ""
 
-    async def _read(self, item: _Item) -> None:
+    async def _read(self, item: Item) -> None:
         try:
             read: Read = await in_daemon_thread(lambda: read_attachment(item.path))
             await require_sight(self._workspace.link, self._workspace.model, (read.attachment,))
         except EdgeLMError as error:
+            item.failed = True
             if item in self._items:
                 self._items.remove(item)
             self._complain(error)
@@ -166,15 +174,11 @@ class Attaching:
             item.attachment = read.attachment
             if read.note:
                 self._tell(f"{one_line(read.attachment.name)}: {read.note}")
-        self._note_idle()
+        item.read.set()
         self._show()
         await self._measure((item,))
 
-    def _note_idle(self) -> None:
-        if all(item.attachment is not None for item in self._items):
-            self._idle.set()
-
-    async def _measure(self, items: Sequence[_Item]) -> None:
+    async def _measure(self, items: Sequence[Item]) -> None:
         """Count the tokens of attachments, and what is left of the context."""
         workspace = self._workspace
         if self._size is None:  # counting may start the model's engine first
@@ -190,16 +194,16 @@ class Attaching:
 
     # The bar
 
-    def room(self, text: str = "") -> Room | None:
-        """Return the free tokens of the context; None if its size is not known."""
+    def room(self, items: Iterable[Item], text: str = "") -> Room | None:
+        """Return the tokens of the context that a message leaves free; None if its size is not known."""
         if self._size is None:
             return None
         session = self._workspace.session
         parent = session.tree.leaf if self._edited is None else self._edited.parent
-        return room(self._size, session, parent, self.attachments, text)
+        return room(self._size, session, parent, self.attachments_of(items), text)
 
     def _show(self) -> None:
-        left = self.room() if self._items else None
+        left = self.room(self._items) if self._items else None
         chips = [*map(_chip, self._items), *map(_notice_chip, self._notices)]
         self.bar.show(chips, left.words if left else "", too_long=left is not None and left.left < 0)
 
@@ -244,22 +248,47 @@ class Attaching:
         """Tell whether a message has to wait for `check`."""
         return bool(self._items) or bool(on_disk(self._workspace.session))
 
-    async def check(self, text: str) -> None:
-        """Wait until all files are read, and raise RequestError where the user should see something before sending."""
+    def take(self, items: Iterable[Item]) -> list[Item]:
+        """Keep files for a message that is sent: return those of them that no message before it has."""
+        free = [item for item in items if item in self.items]
+        for item in free:
+            item.is_taken = True
+        return free
+
+    def give_back(self, items: Iterable[Item]) -> None:
+        """Let files be those of the message being written: theirs is not sent."""
+        for item in items:
+            item.is_taken = False
+
+    def drop(self, items: Iterable[Item]) -> None:
+        """Take the files of a message that was sent off the bar."""
+        self._items = [item for item in self._items if item not in items]
+        self._show()
+
+    async def check(self, text: str, items: Sequence[Item]) -> bool:
+        """Wait until the files of a message are read; return False where one cannot be read, which is told.
+
+        Raises RequestError where the user should see something before sending.
+        """
         self._workspace.require_no_answer()
-        await self._idle.wait()
-        await require_sight(self._workspace.link, self._workspace.model, self.attachments)
+        for item in items:
+            if item.attachment is None:
+                await item.read.wait()
+        if any(item.failed for item in items):
+            return False
+        await require_sight(self._workspace.link, self._workspace.model, self.attachments_of(items))
         if await self._look(self._workspace.session):
             names = ", ".join(f"{one_line(notice.attachment.name)} {notice.words}" for notice in self._notices)
             raise RequestError(names, "Enter sends all the same; Shift+Tab and Enter attach a changed file again")
-        left = self.room(text) if self._items else None
-        message = (text, *map(id, self.attachments))
+        left = self.room(items, text) if items else None
+        message = (text, *map(id, self.attachments_of(items)))
         if left is not None and left.left < 0 and self._confirmed != message:
             self._confirmed = message
             raise RequestError(f"the message is {left.words}", "take a file off, or press Enter again to send it")
+        return True
 
 
-def _chip(item: _Item) -> Chip:
+def _chip(item: Item) -> Chip:
     attachment = item.attachment
     if attachment is None:
         return Chip(item.path.rpartition("/")[2], "is read …")

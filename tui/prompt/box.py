@@ -22,6 +22,7 @@ from textual.widgets.text_area import Edit, EditResult
 from edgelm.tui.commands.table import Command, Suggestion, complete
 from edgelm.tui.hints import Hint
 from edgelm.tui.palette import list_text
+from edgelm.tui.prompt.attaching import Item
 from edgelm.tui.prompt.pasted import is_long, may_be_paths
 
 LINE_BREAK_KEYS = frozenset({"alt+enter", "ctrl+j", "shift+enter"})
@@ -94,9 +95,13 @@ class Prompt(TextArea):
 
     @dataclass
     class Sent(Event):
-        """Enter was pressed, and took this text out of the prompt; `command` is the one chosen in the list for it."""
+        """Enter was pressed, and took this text out of the prompt; `files` are those above it then.
+
+        `command` is the one chosen in the list for it.
+        """
 
         text: str
+        files: Sequence[Item] = ()
         command: Command | None = None
 
     @dataclass
@@ -152,6 +157,7 @@ class Prompt(TextArea):
         self.is_shell = False  # the text is a command: each character of it came by a key since `!` or /shell
         self._is_typing = False  # a key writes
         self.take_file: Callable[..., Awaitable[bool]] = _no_file  # of the @word before the cursor, if there is one
+        self.files: Callable[[], Sequence[Item]] = tuple  # of the message being written
         self._blinking: Timer | None = None  # until the cursor stands still
         self.offering = False  # Down moves into the list above while there is no text
         self.offers_command = False  # Tab runs it while there is no text
@@ -304,7 +310,7 @@ class Prompt(TextArea):
         text, was_shell = self.text, self.leave_shell()
         if text:
             self.put("")
-        self.post_message(self.Ran(text) if was_shell else self.Sent(text))
+        self.post_message(self.Ran(text) if was_shell else self.Sent(text, self.files()))
 
     def begin_shell(self) -> bool:
         """Let what is typed be a command for the shell; return False where there is a text, or a message is edited."""
