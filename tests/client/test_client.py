@@ -638,6 +638,14 @@ async def test_a_chat_attaches_to_a_server_of_its_library_only(
     assert bool(started) is not attaches
 
 
+async def test_a_chat_says_where_its_server_cannot_write_its_log(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file in place of a folder")
+    link = Link(endpoint=None, api_key=None, runtime=tmp_path / "run", log=tmp_path / "cache" / "edgelm" / "serve.log")
+    with pytest.raises(EngineError, match="serve.log cannot be written: Not a directory; .*EDGELM_CACHE_DIR"):
+        await link.client()
+    await link.close()
+
+
 @pytest.mark.parametrize(
     "name", ["HF_HUB_CACHE", "HF_HOME", "EDGELM_MODEL_DIRS", "EDGELM_CONFIG_DIR", "EDGELM_DATA_DIR"]
 )
