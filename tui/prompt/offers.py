@@ -51,8 +51,8 @@ def offers(
         return _about_edgelm(messages) if messages else _first(listed, better) if is_first else []
     if not messages:
         questions = [Suggestion(text, text, "" if place else HOW) for place, text in enumerate(EXAMPLES)]
-        name = next((name for name in (FIRST_CHAT, better) if name and name not in listed), "")
-        return [*questions, _pull(name, "Tab gets it")] if name else questions
+        models = [name for name in (FIRST_CHAT, better) if name and name not in listed]
+        return [*questions, *(_pull(name, "Tab gets it") for name in models[:1])]
     last = messages[-1]
     if last.role != "assistant" or last.state != "done":
         return []

@@ -110,12 +110,10 @@ def _loading_routes(table: EngineTable, models: ModelNames, bodies: Bodies) -> l
         try:
             model = await models.find(name, paths=may_name_paths(request))
         except ApiError:
-            gone = (
-                slot.model for slot in table.slots.values() if slot.model.name == name
-            )  # loaded, and its file is not
-            model = next(gone, None)
-            if model is None:
+            gone = [slot.model for slot in table.slots.values() if slot.model.name == name]  # loaded, without its file
+            if not gone:
                 raise
+            model = gone[0]
         slot = table.slots.get(model.path)
         if slot is None:
             raise ApiError(400, "model_not_loaded", f"{model.name} is not loaded", param="model")
