@@ -163,9 +163,11 @@ def upgrade_command(prefix: Path, source: str = "", *, editable: bool = False) -
         return "brew upgrade edgelm"
     if prefix.parts[:3] == ("/", "nix", "store"):
         return "this installation is Nix's: update its input"
-    python = shlex.quote(str(prefix / "bin" / "python"))
-    by_pip = f"{python} -m pip install --upgrade {shlex.quote(source or 'edgelm')}"
-    command = {"pipx": "pipx upgrade edgelm", "uv": "uv tool upgrade edgelm", "": by_pip}[installed_with(prefix)]
+    folder = shlex.quote(source or "edgelm")
+    # Behind an extra that runpip added, pipx has forgotten the checkout, and its upgrade does nothing.
+    by_pipx = f"pipx runpip edgelm install --upgrade {folder}" if source else "pipx upgrade edgelm"
+    by_pip = f"{shlex.quote(str(prefix / 'bin' / 'python'))} -m pip install --upgrade {folder}"
+    command = {"pipx": by_pipx, "uv": "uv tool upgrade edgelm", "": by_pip}[installed_with(prefix)]
     return f"git pull in {source}, then {command}" if source else command
 
 

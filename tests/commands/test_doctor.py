@@ -195,7 +195,11 @@ def test_settings_are_shown_with_their_source_and_secrets_are_not(
     ("prefix", "source", "command"),
     [
         ("/home/a/.local/share/pipx/venvs/edgelm", "", "pipx upgrade edgelm"),
-        ("/home/a/.local/share/pipx/venvs/edgelm", "/src/edgelm", "git pull in /src/edgelm, then pipx upgrade edgelm"),
+        (
+            "/home/a/.local/share/pipx/venvs/edgelm",
+            "/src/edgelm",
+            "git pull in /src/edgelm, then pipx runpip edgelm install --upgrade /src/edgelm",
+        ),
         ("/home/a/.local/share/uv/tools/edgelm", "", "uv tool upgrade edgelm"),
         ("/opt/homebrew/Cellar/edgelm/0.4/libexec", "", "brew upgrade edgelm"),
         ("/nix/store/abc-edgelm", "", "this installation is Nix's: update its input"),
