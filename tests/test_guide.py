@@ -298,6 +298,12 @@ def test_every_address_names_the_port_of_the_server() -> None:
             assert int(port) == Settings().port, path.name
 
 
+def test_no_example_asks_the_starter_by_an_api() -> None:
+    """Only the chat and `edgelm run` add the passages that it quotes."""
+    for path in sorted((ROOT / "docs" / "guide").glob("*.md")):
+        assert not re.search(r'model"?[=:] ?"starter"', path.read_text(encoding="utf-8")), path.name
+
+
 def test_the_readme_has_the_routes_and_the_installation_of_the_guide() -> None:
     """What stands in both is the same."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

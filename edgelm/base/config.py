@@ -15,7 +15,7 @@ from typing import Any
 
 from edgelm.base.errors import EdgeLMError, UsageError
 from edgelm.base.kv_modes import KV_MODES
-from edgelm.base.model_tables import ModelTable, owner_of, parse_tables, table_of
+from edgelm.base.model_tables import ModelTable, meant, owner_of, parse_tables, table_of
 from edgelm.base.places import Places
 from edgelm.base.sampling import SamplingSettings
 from edgelm.base.setting_checks import (
@@ -393,7 +393,7 @@ def load_config(flags: Mapping[str, object], environment: Mapping[str, str] | No
 
 def _parse(name: str, value: object, source: str) -> object:
     if name not in SETTINGS:
-        raise UsageError(f"{source}: there is no setting {name}", "the settings are " + ", ".join(SETTINGS))
+        raise UsageError(f"{source}: there is no setting {name}", meant(name, list(SETTINGS)))
     try:
         return SETTINGS[name].parse(value)
     except ValueError as error:

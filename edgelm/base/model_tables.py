@@ -6,7 +6,7 @@ Owns their form and their errors. config.py owns the settings themselves, and wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,14 @@ def parse_tables(document: object, file: str, parsers: Mapping[str, Parse]) -> t
     return tables
 
 
+def meant(name: str, known: Sequence[str]) -> str:
+    """Return the hint for a setting that there is not: those with a similar name, or else all."""
+    import difflib  # not at each start
+
+    near = difflib.get_close_matches(name, known, 3, cutoff=0.7)
+    return f"did you mean {' or '.join(near)}?" if near else f"the settings are {', '.join(known)}"
+
+
 def table_of(tables: Iterable[ModelTable], names: Iterable[str]) -> ModelTable | None:
     """Return the table of the model that has these names."""
     known = {name.casefold() for name in names}
@@ -83,8 +91,7 @@ def _table(name: str, entries: object, file: str, parsers: Mapping[str, Parse]) 
         if key in OWN_KEYS:
             continue
         if key not in parsers:
-            known = ", ".join([*OWN_KEYS, *parsers])
-            hint = "it needs an endpoint" if key in REMOTE_KEYS else f"its settings are {known}"
+            hint = "it needs an endpoint" if key in REMOTE_KEYS else meant(key, [*OWN_KEYS, *parsers])
             raise UsageError(f"{source}: a model has no setting {key}", hint)
         settings[key] = _parsed(key, value, source, parsers[key])
     keep_alive_s = entries.get("keep_alive")

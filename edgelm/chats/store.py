@@ -303,7 +303,8 @@ class Store:
         except sqlite3.Error as error:
             raise _translate(error, self._path) from error
         except OSError as error:
-            raise ChatsError(f"the chats in {self._path} cannot be opened: {error.strerror}") from error
+            message = f"the chats in {self._path} cannot be opened: {error.strerror}"
+            raise ChatsError(message, "make its folder writable, or set EDGELM_DATA_DIR") from error
 
 
 def _make_private(path: Path) -> None:

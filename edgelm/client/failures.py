@@ -71,7 +71,8 @@ def _explain_status(error: Any, address: str) -> EdgeLMError:
     if code == "context_length_exceeded":
         return ContextFullError(detail, CONTEXT_HINT)
     if status == 404:
-        return RequestError(f"{address}: {detail}", "choose a model with /model; the address may need /v1")
+        address_hint = "" if code == "model_not_found" else "; the address may need /v1"
+        return RequestError(f"{address}: {detail}", f"choose a model with /model{address_hint}")
     if status == 429:
         return BusyError(f"{address} is busy: {detail}", "wait a moment and regenerate")
     if status < 500:

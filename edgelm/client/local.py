@@ -43,8 +43,13 @@ class OwnFront:
         from edgelm.base.workers.messages import Serving  # the chat imports this after its first paint
         from edgelm.base.workers.parent import Worker
 
-        self._log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with os.fdopen(os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as log:
+        try:
+            self._log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            opened = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            message = f"the endpoint's log {self._log} cannot be written: {error.strerror}"
+            raise EngineError(message, "make its folder writable, or set EDGELM_CACHE_DIR") from None
+        with os.fdopen(opened, "wb") as log:
             self._worker = Worker(
                 "edgelm",
                 *self._arguments,

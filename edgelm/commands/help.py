@@ -53,7 +53,8 @@ def _found(query: str) -> str:
     if not found:
         near = difflib.get_close_matches(query.casefold(), [*guide.TOPICS, *_titles()], cutoff=0.5)
         hint = f"near are {', '.join(repr(name) for name in near)}" if near else "`edgelm help` lists the topics"
-        raise UsageError(f"the guide has nothing about {query!r}", hint)
+        starter = "`edgelm run starter QUESTION` takes typing errors, German, French and Chinese"
+        raise UsageError(f"the guide has nothing about {query!r}", f"{hint}; {starter}")
     parts = [f"## {section.title}\n\n{section.text}" for section in found]
     topics = dict.fromkeys(section.topic for section in found)
     return "\n\n".join([*parts, "More: " + ", ".join(f"`edgelm help {topic}`" for topic in topics)])

@@ -80,7 +80,10 @@ def near_names(text: str, more: Iterable[str] = ()) -> list[str]:
     """Return the names of the catalogue, and of `more`, that resemble a text; the most similar first."""
     typed = text.casefold()
     names = {entry.family: entry.name for entry in entries() if entry.is_default}
-    names |= {entry.name: entry.name for entry in entries()} | {name.casefold(): name for name in more}
+    names |= {entry.name: entry.name for entry in entries()}
+    here = list(more)
+    names |= {name.casefold().removeprefix("ollama:").partition(":")[0]: name for name in here}
+    names |= {name.casefold(): name for name in here}
     longer = [name for key, name in names.items() if len(typed) > 2 and key.startswith(typed)]
     similar = [names[key] for key in difflib.get_close_matches(typed, names, MAX_NEAR, cutoff=0.65)]
     return [*dict.fromkeys(similar + longer)][:MAX_NEAR]

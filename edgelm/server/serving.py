@@ -22,7 +22,7 @@ import httpx2
 from edgelm.base.config import Config, Settings
 from edgelm.base.errors import EdgeLMError, UsageError
 from edgelm.base.places import Places
-from edgelm.base.runtime import FrontRecord, agents_run, announced, find_front
+from edgelm.base.runtime import FrontRecord, agents_run, announced, find_fronts
 from edgelm.library.scan import installed
 from edgelm.server.access import Rules, is_loopback
 from edgelm.server.engines.memory import Machine
@@ -293,10 +293,11 @@ def _watch_stdin(on_end: Callable[[], Any]) -> None:
 
 
 def _who_has_it(settings: Settings, places: Places, error: PortTakenError) -> EdgeLMError:
-    """Return the error, with the process that listens there if it is the front that our commands find."""
-    front = find_front(places.runtime)
+    """Return the error, with the process that listens there if it is a front that our commands find."""
+    fronts = find_fronts(places.runtime)
+    front = next((front for front in fronts if front.address.endswith(f":{settings.port}")), None)
     try:
-        if front is None or not front.address.endswith(f":{settings.port}"):
+        if front is None:
             raise error
         with httpx2.Client(timeout=ASK_LIMIT_S, trust_env=False, headers=front.headers, verify=front.tls()) as client:
             pid = client.get(f"{front.address}/edgelm/ps").json()["pid"]

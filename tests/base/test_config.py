@@ -66,6 +66,7 @@ def test_without_a_file_all_are_defaults(tmp_path: Path) -> None:
         ("top_p = 0", ["top_p is 0"]),
         ("kv = 'q2'", ["kv is 'q2'", "one of auto, f16"]),
         ("colour = 'red'", ["no setting colour", "temperature"]),
+        ("ctxx = 5", ["no setting ctxx; did you mean ctx?"]),
         ("ctx = ", ["not valid TOML"]),
         pytest.param("ctx = " + "1" * 5000, ["not valid TOML"], id="5000 digits"),
         pytest.param("ctx = " + "[" * 20_000, ["not valid TOML"], id="20000 brackets"),

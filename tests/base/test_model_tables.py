@@ -58,6 +58,7 @@ def test_keep_alive_and_aliases(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("[models.a]\ncontext = 5", ["a model has no setting context", "ctx", 'models."a"']),
+        ("[models.a]\nkeepalive = '5m'", ["no setting keepalive; did you mean keep_alive?"]),
         ("[models.a]\nport = 5", ["a model has no setting port"]),
         ("[models.a]\nctx = 0", ['models."a"', "ctx is 0", "at least 1"]),
         ("[models.a]\nkeep_alive = 'soon'", ["keep_alive is 'soon'", "5m"]),

@@ -283,7 +283,8 @@ async def test_the_connection_breaks_in_the_middle(client: Client, endpoint: Fak
         (400, {"error": {"message": "9 > 4", "code": "context_length_exceeded"}}, ContextFullError, "raise --ctx"),
         (400, {"error": {"message": "top_p is 7"}}, RequestError, "refuses the request: top_p is 7"),
         (401, {"error": "who are you"}, RequestError, "--api-key"),
-        (404, {"detail": "no such model"}, RequestError, "/model"),
+        (404, {"detail": "no such model"}, RequestError, "/model; the address may need /v1"),
+        (404, {"error": {"message": "no m", "code": "model_not_found"}}, RequestError, "no m; choose a model with"),
         (429, {"error": {"message": "queue is full"}}, BusyError, "queue is full"),
         (500, {}, EngineError, "HTTP 500"),
         (503, {"error": {"message": "out of memory", "code": "engine_died"}}, EngineError, "starts it"),
@@ -300,6 +301,7 @@ async def test_a_refusal_is_one_line_that_says_what_to_do(
     assert type(error) is kind
     assert words in str(error)
     assert "\n" not in str(error)
+    assert ("/v1" in str(error)) is ("detail" in body and status == 404), "only where something else may answer"
 
 
 async def test_an_unreachable_address() -> None:
@@ -636,6 +638,14 @@ async def test_a_chat_attaches_to_a_server_of_its_library_only(
         await link.client()
         await link.close()
     assert bool(started) is not attaches
+
+
+async def test_a_chat_says_where_its_server_cannot_write_its_log(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file in place of a folder")
+    link = Link(endpoint=None, api_key=None, runtime=tmp_path / "run", log=tmp_path / "cache" / "edgelm" / "serve.log")
+    with pytest.raises(EngineError, match=r"serve.log cannot be written: Not a directory; .*EDGELM_CACHE_DIR"):
+        await link.client()
+    await link.close()
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ def test_an_unknown_topic_names_near_ones(
     assert out == ""
     assert len(err.splitlines()) == 1
     assert near in err
+    assert "`edgelm run starter QUESTION`" in err, "it knows other languages, too"
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -105,6 +105,7 @@ def test_a_missing_model_says_how_to_get_it(hub: Path, tmp_path: Path, monkeypat
         "own/m:Q8_0": "edgelm pull own/m:Q8_0",
         f"hf.co/{QWEN}:Q6_K": f"edgelm pull {QWEN}:Q6_K, or use qwen3:4b:Q8_0",
         "quen3:4b": "did you mean qwen3:4b",
+        "quen3": "did you mean qwen3:4b:Q8_0?",
         "./none.gguf": "does not exist",
         "none.gguf": "does not exist",
         str(tmp_path): "is a folder",

@@ -309,8 +309,22 @@ async def test_a_model_is_loaded_and_unloaded(model: Path) -> None:
         assert process.closed
         assert (await http.get("/edgelm/ps")).json()["models"] == []
         assert (await http.post("/models/load", json={"model": "no such"})).status_code == 404
+        assert (await http.post("/models/unload", json={"model": "no such"})).status_code == 404
         assert (await http.post("/models/load", json={"model": 1})).json()["error"]["param"] == "model"
         assert len(launches.processes) == 1
+
+
+async def test_a_model_whose_file_is_gone_is_unloaded(model: Path) -> None:
+    launches = Fakes()
+    async with fronted(launches, model) as http:
+        loading = asyncio.create_task(http.post("/models/load", json={"model": "m"}))
+        process = await launches.number(1)
+        process.load()
+        assert (await loading).json() == {"success": True}
+        model.unlink()  # noqa: ASYNC240 - a test may block
+        assert (await http.post("/models/load", json={"model": "m"})).status_code == 404
+        assert (await http.post("/models/unload", json={"model": "m"})).json() == {"success": True}
+        assert process.closed
 
 
 @pytest.mark.parametrize("action", ["load", "unload"])

@@ -104,6 +104,8 @@ def test_another_front_leaves_the_first_to_be_found(front: Front, environment: d
         shown = edgelm(environment, "ps").stdout
         assert f"at {front.address} (pid {front.process.pid})" in shown
         assert f"another edgelm is at {second.address} (pid {second.process.pid})" in shown
+        again = edgelm(environment, "serve", "--port", second.address.rpartition(":")[2])
+        assert f"in use by edgelm serve (pid {second.process.pid})" in again.stderr
         assert second.end() == 0
     assert json.loads(file.read_text())["pid"] == front.process.pid
 

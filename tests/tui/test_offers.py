@@ -64,6 +64,19 @@ async def test_one_key_gets_a_model_for_a_first_chat(open_chat: Open, tmp_path: 
         await chat.until(lambda: not chat.screen.pulls, "the end of the pull")
 
 
+async def test_the_first_model_is_the_small_one_also_where_a_larger_one_fits(open_chat: Open) -> None:
+    async with open_chat(pulling=["false"]) as chat:
+        await chat.ready()
+        chat.screen.view.better_model = "qwen3:8b"
+        await chat.press("ctrl+n")
+        await chat.sees(f"/pull {FIRST_CHAT}", "Tab gets it")
+        assert "qwen3:8b" not in chat.text
+        chat.endpoint.models = ["starter", FIRST_CHAT]
+        await chat.ask("/model starter")
+        await chat.press("ctrl+n")
+        await chat.sees("/pull qwen3:8b", "Tab gets it")
+
+
 async def test_tab_asks_the_chosen_question(open_chat: Open) -> None:
     async with open_chat(pulling=["false"]) as chat:
         await chat.ready()

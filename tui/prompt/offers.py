@@ -51,8 +51,8 @@ def offers(
         return _about_edgelm(messages) if messages else _first(listed, better) if is_first else []
     if not messages:
         questions = [Suggestion(text, text, "" if place else HOW) for place, text in enumerate(EXAMPLES)]
-        better = better or FIRST_CHAT
-        return questions if better in listed else [*questions, _pull(better, "Tab gets it")]
+        models = [name for name in (FIRST_CHAT, better) if name and name not in listed]
+        return [*questions, *(_pull(name, "Tab gets it") for name in models[:1])]
     last = messages[-1]
     if last.role != "assistant" or last.state != "done":
         return []

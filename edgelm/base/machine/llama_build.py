@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 from edgelm.base.errors import EngineError
 
@@ -85,12 +86,20 @@ def gpu_backend_command(build: InstalledLlama, backend: str, prefix: Path = Path
     return install_command(f"{READY_MADE}-{backend}", prefix)
 
 
+def installed_with(prefix: Path) -> Literal["pipx", "uv", ""]:
+    """Return the tool whose environment this is, by its path or the file in it; empty: neither."""
+    if "pipx" in prefix.parts or (prefix / "pipx_metadata.json").exists():
+        return "pipx"
+    return "uv" if {"uv", "tools"} <= {*prefix.parts} or (prefix / "uv-receipt.toml").exists() else ""
+
+
 def install_command(requirement: str, prefix: Path = Path(sys.prefix)) -> str:
     """Return what to type so that pip installs something beside edgelm."""
     requirement = shlex.quote(requirement)
-    if "pipx" in prefix.parts:
+    tool = installed_with(prefix)
+    if tool == "pipx":
         return f"type: pipx inject edgelm {requirement}"
-    if {"uv", "tools"} <= {*prefix.parts}:
+    if tool == "uv":
         return f"type: uv tool install edgelm --with {requirement}"
     return f"type: {shlex.quote(str(prefix / 'bin' / 'python'))} -m pip install {requirement}"
 
@@ -98,9 +107,10 @@ def install_command(requirement: str, prefix: Path = Path(sys.prefix)) -> str:
 def extra_command(extra: str, prefix: Path = Path(sys.prefix)) -> str:
     """Return what to type so that pip installs what an extra of edgelm names, beside edgelm as it is."""
     requirement = shlex.quote(f"edgelm[{extra}]")
-    if "pipx" in prefix.parts:  # `inject` leaves the package alone that it is there for
+    tool = installed_with(prefix)
+    if tool == "pipx":  # `inject` leaves the package alone that it is there for
         return f"type: pipx runpip edgelm install {requirement}"
-    if {"uv", "tools"} <= {*prefix.parts}:
+    if tool == "uv":
         return f"type: uv tool install {requirement}"
     return install_command(f"edgelm[{extra}]", prefix)
 

@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from edgelm import __version__
 from edgelm.base.durations import parse_keep_alive
-from edgelm.library.scan import LocalModel, printable
+from edgelm.library.scan import printable
 from edgelm.server.access import may_administer, may_name_paths
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.json_body import read_json
@@ -80,8 +80,8 @@ def admin_routes(address: str, table: EngineTable, models: ModelNames, bodies: B
 def _loading_routes(table: EngineTable, models: ModelNames, bodies: Bodies) -> list[Route]:
     """Return the routes that change which models are loaded."""
 
-    async def administered(request: Request) -> tuple[LocalModel, float | None]:
-        """Return the model that a request loads or unloads, and its `keep_alive`. Raises ApiError."""
+    async def administered(request: Request) -> tuple[str, float | None]:
+        """Return the name of the model that a request loads or unloads, and its `keep_alive`. Raises ApiError."""
         if not may_administer(request):
             message = "loading and unloading needs a key marked admin, or a program on the server's own machine"
             raise ApiError(403, "not_admin", message)
@@ -94,18 +94,26 @@ def _loading_routes(table: EngineTable, models: ModelNames, bodies: Bodies) -> l
             keep_alive_s = None if keep_alive is None else parse_keep_alive(keep_alive)
         except ValueError as error:
             raise ApiError(400, "invalid_value", f"keep_alive: give {error}", param="keep_alive") from None
-        return await models.find(name, paths=may_name_paths(request)), keep_alive_s
+        return name, keep_alive_s
 
     async def load(request: Request) -> Response:
         wait_s = wait_limit_s(request)
-        model, keep_alive_s = await administered(request)
+        name, keep_alive_s = await administered(request)
+        model = await models.find(name, paths=may_name_paths(request))
         await models.require_engine(model)
         async with table.lease(model, keep_alive_s) as slot:
             await unless_client_leaves(request, slot.ready(wait_s))
         return JSONResponse({"success": True})
 
     async def unload(request: Request) -> Response:
-        model, _ = await administered(request)
+        name, _ = await administered(request)
+        try:
+            model = await models.find(name, paths=may_name_paths(request))
+        except ApiError:
+            gone = [slot.model for slot in table.slots.values() if slot.model.name == name]  # loaded, without its file
+            if not gone:
+                raise
+            model = gone[0]
         slot = table.slots.get(model.path)
         if slot is None:
             raise ApiError(400, "model_not_loaded", f"{model.name} is not loaded", param="model")

@@ -161,3 +161,18 @@ def test_a_backend_for_gpus_is_seen_without_loading_it(
 )
 def test_an_extra_is_added_to_the_installation_that_is_there(prefix: str, command: str) -> None:
     assert llama_build.extra_command("cuda", Path(prefix)) == command
+
+
+@pytest.mark.parametrize(
+    ("file", "extra", "beside"),
+    [
+        ("pipx_metadata.json", "pipx runpip edgelm install 'edgelm[cuda]'", "pipx inject edgelm ziglang"),
+        ("uv-receipt.toml", "uv tool install 'edgelm[cuda]'", "uv tool install edgelm --with ziglang"),
+    ],
+)
+def test_a_tool_that_keeps_its_environments_elsewhere_is_known_by_its_file(
+    file: str, extra: str, beside: str, tmp_path: Path
+) -> None:
+    (tmp_path / file).touch()
+    assert llama_build.extra_command("cuda", tmp_path) == f"type: {extra}"
+    assert llama_build.install_command("ziglang", tmp_path) == f"type: {beside}"
