@@ -381,7 +381,7 @@ async def test_tls_names_the_server_and_its_protocol(certificates: OwnCertificat
         await never()
 
     server_side = shown(certificates)
-    server_side.sni_callback = lambda _, name, __: told.append(name)  # type: ignore[assignment]
+    server_side.sni_callback = lambda _, name, __: told.append(name)
     trust = Trust(server_side, ssl.create_default_context(cafile=certificates.authority))
     async with serving(handler, trust, "localhost") as server:
         assert (await server.http.get(server.url)).text == "hello"
