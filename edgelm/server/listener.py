@@ -34,7 +34,6 @@ BACKLOG = 1024  # connections that wait to be accepted
 ACCEPTED = 64  # at once; between two such rounds the limit on open connections is applied
 PREFIX = "engines-"  # of a front's folder of sockets; its process id follows
 NO_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-TOO_LATE = "in callback Future.set_result"  # of anyio: a Unix socket is ready, but its reader was just cancelled
 NOTICE_S = 60.0  # between two log lines on connections that cannot be accepted
 
 log = logging.getLogger(__name__)
@@ -82,8 +81,7 @@ class Server(uvicorn.Server):
 class AcceptNotices:
     """Exception handler of an event loop: one line, and only sometimes, while no connection can be accepted.
 
-    asyncio reports each attempt with a traceback, many thousands a second. A wait for an engine's socket that was
-    cancelled in the turn of the loop that would have ended it is no error.
+    asyncio reports each attempt with a traceback, many thousands a second.
     """
 
     def __init__(self) -> None:
@@ -91,8 +89,6 @@ class AcceptNotices:
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        if isinstance(error, asyncio.InvalidStateError) and TOO_LATE in context["message"]:
-            return
         if not (isinstance(error, OSError) and error.errno in NO_RESOURCES and "socket" in context):
             loop.default_exception_handler(context)
         elif time.monotonic() - self._noticed >= NOTICE_S:

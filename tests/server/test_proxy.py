@@ -31,6 +31,7 @@ from edgelm.server.listener import Server, bind_tcp
 from edgelm.server.models import ModelNames
 from edgelm.server.proxy import Answer
 from edgelm.server.stored import ResponseStore
+from edgelm.server.transport import Transport
 from tests.server.fake_engines import FakeHost, FakeProcess, Launches, until
 from tests.server.test_front import CHUNKS, LIMIT_S, Fakes, body, chat, fronted
 
@@ -202,7 +203,7 @@ def no_more_files() -> Iterator[None]:
 async def test_the_reasons_are_those_of_real_connections(tmp_path: Path, kind: str) -> None:
     uds = str(tmp_path / "s") if kind == "unix" else None
     async with httpx2.AsyncClient(
-        transport=httpx2.AsyncHTTPTransport(uds=uds, trust_env=False), base_url="http://127.0.0.1:9"
+        transport=Transport(httpx2.Limits(), verify=False, uds=uds), base_url="http://127.0.0.1:9"
     ) as http:
         with pytest.raises(httpx2.ConnectError) as gone:
             await http.get("/")
@@ -228,7 +229,7 @@ async def engine(path: Path, replies: list[int]) -> AsyncIterator[httpx2.AsyncCl
         writer.close()
 
     async with await asyncio.start_unix_server(serve, path):
-        transport = httpx2.AsyncHTTPTransport(uds=str(path), trust_env=False)
+        transport = Transport(httpx2.Limits(), verify=False, uds=str(path))
         async with httpx2.AsyncClient(transport=transport, base_url="http://engine") as client:
             yield client
 

@@ -30,6 +30,7 @@ from edgelm.library.adapters import adapter_files
 from edgelm.library.local import find_draft_model, model_config
 from edgelm.library.scan import LocalModel, note_use
 from edgelm.server.listener import private_folder
+from edgelm.server.transport import Transport
 
 WORKER = "edgelm.server.engine_process.worker"
 ERRORS = DeviceError, GpuLoadError
@@ -183,7 +184,7 @@ class EngineProcess:
         self._note_use = note_use
         self._note_failure = note_failure
         self._ending: asyncio.Task[EngineError] | None = None
-        self._transport: httpx2.AsyncHTTPTransport | None = None  # once it is ready
+        self._transport: Transport | None = None  # once it is ready
         worker.send(job)
         self._starting = asyncio.create_task(self._start())
         self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # it may never be awaited
@@ -293,7 +294,7 @@ class EngineProcess:
             max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS, keepalive_expiry=KEPT_S
         )
         uds = None if self._job.socket is None else str(self._job.socket)
-        self._transport = httpx2.AsyncHTTPTransport(verify=False, trust_env=False, limits=limits, uds=uds)
+        self._transport = Transport(limits, verify=False, uds=uds)
         return httpx2.AsyncClient(
             transport=self._transport,
             base_url=f"http://127.0.0.1:{port}" if port else "http://localhost",

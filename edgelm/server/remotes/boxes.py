@@ -23,6 +23,7 @@ from edgelm.client.failures import detail_of
 from edgelm.client.json_values import mapping, whole
 from edgelm.server.api.errors import NO_RETRY, RETRY_AFTER, ApiError
 from edgelm.server.remotes.wire import NO_OBJECT, OPTIONAL
+from edgelm.server.transport import Transport
 
 FIRST_LIMIT, MAX_LIMIT = 16.0, 256.0  # requests at a time
 LEAST_LIMIT = 4.0  # that slow first tokens lead to; refusals lead to 1
@@ -84,7 +85,7 @@ class Box:
             max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS, keepalive_expiry=KEPT_S
         )
         self._http = httpx2.AsyncClient(
-            transport=httpx2.AsyncHTTPTransport(verify=verify, trust_env=False, limits=limits),
+            transport=Transport(limits, verify),
             headers=headers | ({"authorization": f"Bearer {key}"} if key else {}),
             timeout=httpx2.Timeout(table.timeout_s, connect=table.connect_timeout_s, pool=None),
             follow_redirects=False,
