@@ -20,7 +20,8 @@ from edgelm.engine.core import Sequence
 
 SHORT_ANSWER = 64  # tokens; a request for at most this many is interactive
 TURNS = 4  # requests that are admitted in a row while one of a later kind waits
-EXPECTED_ANSWER = 64  # tokens charged at admission; more is charged as it is generated, less is given back
+# Tokens charged at admission; more is charged as it is generated, less is given back as far as the clock allows.
+EXPECTED_ANSWER = 64
 CLOCK_SHARE = 512  # the clock moves by this part of each admission, so that new clients cannot pass for ever
 MAX_CLIENTS = 1024  # remembered without an open request
 
