@@ -202,9 +202,7 @@ def no_more_files() -> Iterator[None]:
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 async def test_the_reasons_are_those_of_real_connections(tmp_path: Path, kind: str) -> None:
     uds = str(tmp_path / "s") if kind == "unix" else None
-    async with httpx2.AsyncClient(
-        transport=Transport(httpx2.Limits(), verify=False, uds=uds), base_url="http://127.0.0.1:9"
-    ) as http:
+    async with httpx2.AsyncClient(transport=Transport(8, LIMIT_S, uds=uds), base_url="http://127.0.0.1:9") as http:
         with pytest.raises(httpx2.ConnectError) as gone:
             await http.get("/")
         assert proxy._errno(gone.value) == (errno.ENOENT if uds else errno.ECONNREFUSED)
@@ -229,7 +227,7 @@ async def engine(path: Path, replies: list[int]) -> AsyncIterator[httpx2.AsyncCl
         writer.close()
 
     async with await asyncio.start_unix_server(serve, path):
-        transport = Transport(httpx2.Limits(), verify=False, uds=str(path))
+        transport = Transport(8, LIMIT_S, uds=str(path))
         async with httpx2.AsyncClient(transport=transport, base_url="http://engine") as client:
             yield client
 

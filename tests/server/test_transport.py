@@ -14,9 +14,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpcore2
+import h11
 import httpx2
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from edgelm.server.own_certificates import OwnCertificates
 from edgelm.server.transport import HELD_BYTES, Transport, _Connection
@@ -35,7 +37,7 @@ class Trust(NamedTuple):
     """What a server shows and what its clients trust; nothing: no TLS."""
 
     server: ssl.SSLContext | None
-    client: ssl.SSLContext | bool
+    client: ssl.SSLContext | None
     over_unix: bool = False
 
 
@@ -58,7 +60,7 @@ def shown(own: OwnCertificates) -> ssl.SSLContext:
 @pytest.fixture(params=["plain", "tls", "unix"])
 def trust(request: pytest.FixtureRequest) -> Trust:
     if request.param != "tls":
-        return Trust(None, False, over_unix=request.param == "unix")
+        return Trust(None, None, over_unix=request.param == "unix")
     own = request.getfixturevalue("certificates")
     return Trust(shown(own), ssl.create_default_context(cafile=own.authority))
 
@@ -66,9 +68,15 @@ def trust(request: pytest.FixtureRequest) -> Trust:
 class Server:
     """A server of the test, and a client of it. `num_connections` counts those that it got."""
 
-    def __init__(self, url: str, http: httpx2.AsyncClient) -> None:
-        self.url, self.http = url, http
+    def __init__(self, url: str, http: httpx2.AsyncClient, transport: Transport) -> None:
+        self.url, self.http, self._transport = url, http, transport
         self.num_connections = 0
+
+    @property
+    def connection(self) -> _Connection:
+        """The one that is open."""
+        (connection,) = self._transport._open
+        return connection
 
 
 @asynccontextmanager
@@ -96,9 +104,9 @@ async def serving(
     else:
         sockets = await asyncio.start_server(handle, "127.0.0.1", 0, ssl=trust.server)
         port = sockets.sockets[0].getsockname()[1]
-    timeout, transport = httpx2.Timeout(LIMIT_S, **limits), Transport(httpx2.Limits(), trust.client, uds)
+    timeout, transport = httpx2.Timeout(LIMIT_S, **limits), Transport(8, LIMIT_S, trust.client, uds)
     async with httpx2.AsyncClient(transport=transport, timeout=timeout) as http:
-        server = Server(f"{scheme}://{host}:{port}/", http)
+        server = Server(f"{scheme}://{host}:{port}/", http, transport)
         try:
             yield server
         finally:
@@ -127,12 +135,6 @@ async def until_true(true: Callable[[], Any]) -> None:
             await asyncio.sleep(0)
 
 
-def stream_of(answer: httpx2.Response) -> _Connection:
-    connection = answer.extensions["network_stream"]
-    assert isinstance(connection, _Connection), "httpx2 uses connections of its own"
-    return connection
-
-
 async def test_a_connection_is_kept_for_later_requests(trust: Trust) -> None:
     bodies = []
 
@@ -145,7 +147,6 @@ async def test_a_connection_is_kept_for_later_requests(trust: Trust) -> None:
         for size in (10, 3 * len(PIECE), 20):
             answer = await server.http.post(server.url, content=(PIECE * 4)[:size])
             assert answer.text == "hello"
-            stream_of(answer)
         assert server.num_connections == 1
     assert bodies == [PIECE[:10], PIECE * 3, PIECE[:20]]
 
@@ -161,16 +162,17 @@ async def test_a_kept_connection_that_ended_or_says_more_is_not_used(trust: Trus
         await never()
 
     async with serving(handler, trust) as server:
-        connection = stream_of(await server.http.get(server.url))
-        assert not connection.get_extra_info("is_readable")
+        await server.http.get(server.url)
+        connection = server.connection
+        assert not connection.has_ended()
         if rest:
             writers[0].write(rest)
-            assert connection.get_extra_info("is_readable"), "before the loop has read it"
-            await until_true(lambda: connection._received)
+            assert connection.has_ended(), "before the loop has read it"
+            await until_true(lambda: connection._is_over)
         else:
             writers[0].close()
             await until_true(lambda: connection._is_over)
-        assert connection.get_extra_info("is_readable")
+        assert connection.has_ended()
         assert (await server.http.get(server.url)).text == "hello"
         assert server.num_connections == 2
 
@@ -193,7 +195,7 @@ async def test_a_server_that_does_not_read_ends_the_write(trust: Trust) -> None:
 
     async with serving(never, trust, write=SHORT_S) as server:
         with pytest.raises(httpx2.WriteTimeout):
-            await server.http.post(server.url, content=pieces())
+            await server.http.post(server.url, content=pieces(), headers={"content-length": str(2**60)})
 
 
 async def test_a_server_that_makes_no_handshake_ends_the_connecting(certificates: OwnCertificates) -> None:
@@ -217,16 +219,18 @@ def test_a_limit_is_for_each_read_and_not_for_the_answer() -> None:
     loop = VirtualLoop()
 
     async def read() -> list[tuple[float, bytes]]:
-        connection = _Connection()
+        connection = _Connection(("http", "box", 80))
         connection.connection_made(FakeTransport())
+        connection._begin()
+        connection.data_received(CHUNKED)
         for at in (6, 12, 18, 24, 124):
-            loop.call_at(at, connection.data_received, b"%d" % at)
-        parts = [(loop.time(), await connection.read(10, limit_s)) for limit_s in (10.0, 10.0, 10.0, 60.0)]
+            loop.call_at(at, connection.data_received, b"%x\r\n%d\r\n" % (len(str(at)), at))
+        parts = [(loop.time(), await connection.part(limit_s)) for limit_s in (10.0, 10.0, 10.0, 60.0)]
         for limit_s in (10.0, 2.0, 5.0):
-            with pytest.raises(httpcore2.ReadTimeout):
-                await connection.read(10, limit_s)
+            with pytest.raises(httpx2.ReadTimeout):
+                await connection.part(limit_s)
             parts.append((loop.time(), b""))
-        parts.append((0, await connection.read(10)))  # without a limit
+        parts.append((0, await connection.part(None)))
         return [*parts, (loop.time(), b"")]
 
     try:
@@ -293,7 +297,7 @@ async def test_an_answer_may_end_with_the_connection(trust: Trust, caplog: pytes
         await writer.drain()
 
     async with serving(handler, trust) as server, server.http.stream("GET", server.url) as answer:
-        connection = stream_of(answer)
+        connection = server.connection
         await until_true(lambda: connection._is_over)
         for _ in range(5):  # of the loop: TLS closes the socket
             await asyncio.sleep(0)
@@ -325,14 +329,14 @@ async def test_a_server_waits_for_a_slow_reader(trust: Trust) -> None:
         await never()
 
     async with serving(handler, trust) as server, server.http.stream("GET", server.url) as answer:
-        connection = stream_of(answer)
+        connection = server.connection
         await until_true(lambda: connection._is_paused)
         received, most = bytearray(), 0
         async for part in answer.aiter_raw():
             received += part
             for _ in range(3):  # the server could send more meanwhile
                 await asyncio.sleep(0)
-                most = max(most, len(connection._received))
+                most = max(most, connection._num_held)
         assert received == PIECE * num_pieces
         assert HELD_BYTES <= most < HELD_BYTES + 2**19
 
@@ -348,7 +352,7 @@ async def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch)
         writer.write(UNTIL_END)
         await writer.drain()
 
-    async with serving(handler, Trust(None, False), "box") as server:
+    async with serving(handler, Trust(None, None), "box") as server:
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", named)
         assert (await server.http.get(server.url)).text == "hello"
         addresses[1] = "127.0.0.3"
@@ -358,7 +362,7 @@ async def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("name", ["a" * 64, "a..b"])
 async def test_what_is_no_name_cannot_be_reached(name: str) -> None:
-    async with httpx2.AsyncClient(transport=Transport(httpx2.Limits(), False)) as http:
+    async with httpx2.AsyncClient(transport=Transport(8, LIMIT_S)) as http:
         with pytest.raises(httpx2.ConnectError):
             await http.get(f"http://{name}.invalid/")
 
@@ -366,7 +370,7 @@ async def test_what_is_no_name_cannot_be_reached(name: str) -> None:
 async def test_a_port_without_a_server_refuses() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    async with httpx2.AsyncClient(transport=Transport(httpx2.Limits(), False)) as http:
+    async with httpx2.AsyncClient(transport=Transport(8, LIMIT_S)) as http:
         with pytest.raises(httpx2.ConnectError, match="Connection refused"):
             await http.get(f"http://127.0.0.1:{port}/")
 
@@ -402,3 +406,190 @@ async def test_another_certificate_is_refused(certificates: OwnCertificates, tmp
     async with serving(never, by_address, "localhost") as server:
         with pytest.raises(httpx2.ConnectError, match="Hostname mismatch"):
             await server.http.get(server.url)
+
+
+async def test_a_full_queue_of_an_engine_is_waited_for(tmp_path: Path) -> None:
+    path = f"/tmp/edgelm-test-{os.getpid()}-{secrets.token_hex(4)}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen(1)
+        listener.setblocking(False)
+        loop, taken = asyncio.get_running_loop(), []
+        async with httpx2.AsyncClient(transport=Transport(8, LIMIT_S, uds=path), timeout=LIMIT_S) as http:
+            asking = [asyncio.create_task(http.get("http://engine/")) for _ in range(6)]
+            await asyncio.sleep(SHORT_S)  # the engine stands still, and its queue is full
+            for _ in asking:
+                accepted, _ = await asyncio.wait_for(loop.sock_accept(listener), LIMIT_S)
+                taken.append(accepted)
+                await loop.sock_sendall(accepted, HELLO)
+            assert [answer.text for answer in await asyncio.wait_for(asyncio.gather(*asking), LIMIT_S)] == ["hello"] * 6
+        for accepted in taken:
+            accepted.close()
+    os.unlink(path)  # noqa: PTH108
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        (b"hello\r\n\r\n", "no answer of HTTP/1.1"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n", "no answer of HTTP/1.1"),
+        (b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n", "no answer of HTTP/1.1"),
+        (b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 40_000, "head without end"),
+        (CHUNKED + b"5;" + b"x" * 200_000, "head without end"),
+        (CHUNKED + b"0\r\n" + b"x: y\r\n" * 40_000, "head without end"),
+        (b"", "ended before the answer"),
+    ],
+)
+async def test_an_answer_that_is_none(sent: bytes, words: str) -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request_of(reader)
+        writer.write(sent)
+        await writer.drain()
+        if words in ("head without end", "no answer of HTTP/1.1"):
+            await never()
+
+    async with serving(handler, Trust(None, None)) as server:
+        with pytest.raises(httpx2.RemoteProtocolError, match=words):
+            await server.http.get(server.url)
+
+
+async def test_interim_answers_are_passed_over(trust: Trust) -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await request_of(reader)
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + HELLO)
+
+    async with serving(handler, trust) as server:
+        for _ in range(2):
+            answer = await server.http.get(server.url)
+            assert (answer.status_code, answer.text, "link" in answer.headers) == (200, "hello", False)
+        assert server.num_connections == 1
+
+
+@pytest.mark.parametrize("value", ["a\r\nb: c", "a\nb", "a\0b"])
+async def test_no_header_gets_a_second_line(value: str) -> None:
+    async with serving(never, Trust(None, None)) as server:
+        with pytest.raises(httpx2.LocalProtocolError):
+            await server.http.get(server.url, headers=[(b"x", value.encode())])
+
+
+async def test_two_answers_to_one_request_are_one(trust: Trust) -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request_of(reader)
+        writer.write(HELLO + HELLO.replace(b"hello", b"lying"))
+        await never()
+
+    async with serving(handler, trust) as server:
+        for _ in range(2):
+            assert (await server.http.get(server.url)).text == "hello"
+        assert server.num_connections == 2
+
+
+async def test_few_connections_are_kept_and_not_for_long() -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await request_of(reader)
+            await all_asked.wait()
+            writer.write(HELLO)
+
+    all_asked = asyncio.Event()
+    async with serving(handler, Trust(None, None)) as server:
+        transport = server._transport
+        transport._kept = 2
+        asking = [asyncio.create_task(server.http.get(server.url)) for _ in range(5)]
+        await until_true(lambda: server.num_connections == 5)
+        all_asked.set()
+        await asyncio.gather(*asking)
+        assert len(transport._open) == 2
+        transport._kept_s = 0.0
+        await asyncio.sleep(0.001)
+        await server.http.get(server.url)
+        assert server.num_connections == 6
+
+
+async def test_closing_ends_an_answer_in_its_middle(trust: Trust) -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request_of(reader)
+        writer.write(CHUNKED + b"5\r\nhello\r\n")
+        await never()
+
+    async with serving(handler, trust) as server, server.http.stream("GET", server.url) as answer:
+        parts = answer.aiter_raw()
+        assert await anext(parts) == b"hello"
+        await server._transport.aclose()
+        with pytest.raises(httpx2.ReadError):
+            await anext(parts)
+
+
+@given(st.data())
+def test_answers_in_any_pieces_are_what_h11_reads(data: st.DataObject) -> None:
+    bodies = data.draw(st.lists(st.binary(max_size=40), max_size=6))
+    form = data.draw(st.sampled_from(["chunks", "length", "end"]))
+    status = data.draw(st.sampled_from([200, 404, 500, 204]))
+    extra = data.draw(st.sampled_from([b"", b"connection: close\r\n", b"x-y:  z \r\n"]))
+    interim = data.draw(st.sampled_from([b"", b"HTTP/1.1 100 Continue\r\n\r\n"]))
+    raw = interim + b"HTTP/1.1 %d OK\r\n%b" % (status, extra)
+    body = b"" if status == 204 else b"".join(bodies)
+    if status == 204 or form == "end":
+        raw += b"\r\n" + body
+    elif form == "length":
+        raw += b"Content-Length: %d\r\n\r\n" % len(body) + body
+    else:
+        chunks = b"".join(b"%x;a=b\r\n%b\r\n" % (len(part), part) for part in bodies if part)
+        raw += b"Transfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\nx-trailer: 1\r\n\r\n"
+    if data.draw(st.booleans()):
+        raw = raw[: data.draw(st.integers(0, len(raw)))]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=8)))
+    pieces = [raw[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(raw)], strict=True) if begin < end]
+    assert asyncio.run(_read_by_us(pieces)) == _read_by_h11(raw)
+
+
+Read = tuple[int, list[tuple[bytes, bytes]], bytes, bool] | None  # whether the body is complete; None: no head
+
+
+async def _read_by_us(pieces: list[bytes]) -> Read:
+    class Quiet(asyncio.Transport):
+        def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None: ...
+        def abort(self) -> None: ...
+
+    connection = _Connection(("http", "box", 80))
+    connection.connection_made(Quiet())
+    connection._begin()
+    for piece in pieces:
+        connection.data_received(piece)
+    connection.eof_received()
+    try:
+        status, headers = await connection.head(LIMIT_S)
+    except httpx2.RemoteProtocolError:
+        return None
+    body = b""
+    try:
+        while part := await connection.part(LIMIT_S):
+            body += part
+    except httpx2.RemoteProtocolError:
+        return status, headers, body, False
+    return status, headers, body, True
+
+
+def _read_by_h11(raw: bytes) -> Read:
+    reader = h11.Connection(h11.CLIENT)
+    reader.send(h11.Request(method="GET", target="/", headers=[("host", "box")]))
+    reader.send(h11.EndOfMessage())
+    reader.receive_data(raw)
+    reader.receive_data(b"")
+    head, body = None, b""
+    while True:
+        try:
+            event = reader.next_event()
+        except h11.RemoteProtocolError:
+            event = None
+        match event:
+            case h11.Response():
+                head = event.status_code, [(name, value) for name, value in event.headers.raw_items()]
+            case h11.Data():
+                body += event.data
+            case h11.EndOfMessage():
+                assert head
+                return *head, body, True
+            case None | h11.ConnectionClosed():
+                return None if head is None else (*head, body, False)

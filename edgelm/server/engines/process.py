@@ -290,11 +290,8 @@ class EngineProcess:
 
         A request that comes just as the engine ends fails like any other whose engine died.
         """
-        limits = httpx2.Limits(
-            max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS, keepalive_expiry=KEPT_S
-        )
         uds = None if self._job.socket is None else str(self._job.socket)
-        self._transport = Transport(limits, verify=False, uds=uds)
+        self._transport = Transport(KEPT_CONNECTIONS, KEPT_S, uds=uds)
         return httpx2.AsyncClient(
             transport=self._transport,
             base_url=f"http://127.0.0.1:{port}" if port else "http://localhost",

@@ -61,7 +61,7 @@ class BoxError(Exception):
 class Box:
     """One address of a model. Made inside the event loop."""
 
-    def __init__(self, base_url: str, model: str, table: RemoteTable, key: str, verify: ssl.SSLContext | bool) -> None:
+    def __init__(self, base_url: str, model: str, table: RemoteTable, key: str, context: ssl.SSLContext | None) -> None:
         self.base_url = base_url
         self.name = urlsplit(base_url).netloc
         self.num_open = 0
@@ -72,7 +72,7 @@ class Box:
         self.omitted: frozenset[str] = frozenset()  # optional fields that it has refused
         self.limit = FIRST_LIMIT
         self._model = model  # by our name
-        self._key, self._verify = key, verify
+        self._key, self._context = key, context
         self._table = table
         self._secrets = [text for text in (key, *table.headers.values()) if text]
         self._num_failures = 0  # in a row
@@ -81,11 +81,8 @@ class Box:
         self._cut_at = 0.0
         self._fastest: float | None = None  # first token, in seconds a byte of its request
         headers = {"accept-encoding": "identity", "user-agent": "edgelm", **table.headers}
-        limits = httpx2.Limits(
-            max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS, keepalive_expiry=KEPT_S
-        )
         self._http = httpx2.AsyncClient(
-            transport=Transport(limits, verify),
+            transport=Transport(KEPT_CONNECTIONS, KEPT_S, context),
             headers=headers | ({"authorization": f"Bearer {key}"} if key else {}),
             timeout=httpx2.Timeout(table.timeout_s, connect=table.connect_timeout_s, pool=None),
             follow_redirects=False,
@@ -103,7 +100,7 @@ class Box:
 
     def at(self, base_url: str) -> Box:
         """Return the same server with another base URL."""
-        return Box(base_url, self._model, self._table, self._key, self._verify)
+        return Box(base_url, self._model, self._table, self._key, self._context)
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -267,7 +267,7 @@ def boxes_of(table: ModelTable, key: str | None = None) -> list[Box]:
         if is_plain and has_secret and not is_loopback(address):
             message = f"{table.source}: a key would go to {endpoint} unencrypted"
             raise UsageError(message, "use https, with ca_file for a certificate of your own, or a tunnel")
-        boxes.append(Box(address, table.name, remote, key, False if is_plain else _trust(remote.ca_file, table)))
+        boxes.append(Box(address, table.name, remote, key, None if is_plain else _trust(remote.ca_file, table)))
     if len({box.base_url for box in boxes}) < len(boxes):
         raise UsageError(f"{table.source}: an endpoint is there twice", "remove one")
     return boxes
