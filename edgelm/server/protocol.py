@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 import h11
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from edgelm.server.api.errors import ApiError
@@ -51,6 +52,7 @@ class LimitedProtocol(H11Protocol):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self._whole_app, self.app = self.app, self._answer
         self._max_connections = self.limit_concurrency or max_connections()
         self.limit_concurrency = None  # uvicorn's own check counts idle connections, and comes after the head
         self._waiting_since: float | None = None  # for a request; None: one is being answered
@@ -84,6 +86,23 @@ class LimitedProtocol(H11Protocol):
         super().on_response_complete()  # it may begin the next request, whose bytes are here already
         if self._answering:
             self._waiting_since = None
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the application. What it sends of a body in chunks goes past h11, whose state that does not change."""
+        cycle, has_chunks = self.cycle, False
+
+        async def send_on(message: Message) -> None:
+            nonlocal has_chunks
+            if has_chunks and message.get("more_body") and not (cycle.flow.write_paused or cycle.disconnected):
+                if body := message["body"]:
+                    self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+                return
+            await send(message)
+            if message["type"] == "http.response.start":
+                is_sized = any(name.lower() == b"content-length" for name, _ in message["headers"])
+                has_chunks = scope["http_version"] == "1.1" and scope["method"] != "HEAD" and not is_sized
+
+        await self._whole_app(scope, receive, send_on)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._clear_limit()
