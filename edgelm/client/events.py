@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 from codecs import BOM_UTF8
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import NamedTuple
 
 _LINE_END = re.compile(rb"\r\n|\n|\r")  # and no other: a text may hold U+2028
@@ -26,9 +25,9 @@ async def server_events(parts: AsyncIterator[bytes]) -> AsyncGenerator[ServerEve
 
     Raises UnicodeDecodeError.
     """
-    name, data = "", list[str]()
-    async with aclosing(_lines(parts)) as lines:
-        async for line in lines:
+    name, data, lines = "", list[str](), _Lines()
+    async for part in parts:
+        for line in lines.ended_by(part):
             if not line:
                 if text := "\n".join(data):
                     yield ServerEvent(name, text)
@@ -42,19 +41,24 @@ async def server_events(parts: AsyncIterator[bytes]) -> AsyncGenerator[ServerEve
                 data.append(value)
 
 
-async def _lines(parts: AsyncIterator[bytes]) -> AsyncGenerator[str, None]:
-    held: list[bytes] = []  # of a line that is not complete
-    is_first, after_return = True, False
-    async for part in parts:
-        if after_return and part:  # "\r\n" may be cut in the middle
+class _Lines:
+    """The lines of a stream that comes in parts."""
+
+    def __init__(self) -> None:
+        self._held: list[bytes] = []  # of a line that is not complete
+        self._is_first, self._after_return = True, False
+
+    def ended_by(self, part: bytes) -> Iterator[str]:
+        """Yield the lines whose end is in this part."""
+        if self._after_return and part:  # "\r\n" may be cut in the middle
             part = part.removeprefix(b"\n")
-            after_return = False
+            self._after_return = False
         if not part:
-            continue
-        after_return = part.endswith(b"\r")
+            return
+        self._after_return = part.endswith(b"\r")
         first, *more = _LINE_END.split(part)
-        held.append(first)
+        self._held.append(first)
         for following in more:
-            line = b"".join(held)
-            yield (line.removeprefix(BOM_UTF8) if is_first else line).decode()
-            is_first, held = False, [following]
+            line = b"".join(self._held)
+            yield (line.removeprefix(BOM_UTF8) if self._is_first else line).decode()
+            self._is_first, self._held = False, [following]
