@@ -109,6 +109,16 @@ async def drip(writer: asyncio.StreamWriter, piece: bytes) -> None:
             await asyncio.sleep(SHORT_S / 10)
 
 
+@pytest.mark.parametrize(("version", "body"), [("1.1", b"5\r\npiece\r\n" * 5 + b"0\r\n\r\n"), ("1.0", b"piece" * 5)])
+async def test_only_those_who_know_chunks_get_them(version: str, body: bytes) -> None:
+    async with serving() as port:
+        sent = POST.replace(b"1.1", version.encode()).replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+        reader, _ = await port.connect(sent + b"x" * 9)
+        head, _, rest = (await asyncio.wait_for(reader.read(), LIMIT_S)).partition(b"\r\n\r\n")
+    assert rest == body
+    assert (b"transfer-encoding: chunked" in head.lower()) is (version == "1.1")
+
+
 @pytest.mark.usefixtures("short")
 async def test_a_connection_without_a_request_ends() -> None:
     async with serving() as port:
