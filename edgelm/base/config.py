@@ -378,7 +378,7 @@ def load_config(flags: Mapping[str, object], environment: Mapping[str, str] | No
     document = _read_file(file)
     parsers = {name: setting.parse for name, setting in MODEL_SETTINGS.items()}
     tables = {name: document.pop(name) for name in CHAT_TABLES if name in document}
-    models = parse_tables(document.pop("models", {}), str(file), parsers)
+    models = parse_tables(document.pop("models", {}), str(file), parsers, SETTINGS.keys() - MODEL_SETTINGS.keys())
     for source, level in (
         (str(file), document),
         ("EDGELM_{}", variables),

@@ -6,7 +6,7 @@ Owns their form and their errors. config.py owns the settings themselves, and wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,14 +43,17 @@ class ModelTable:
     remote: RemoteTable | None = None  # None: it runs here
 
 
-def parse_tables(document: object, file: str, parsers: Mapping[str, Parse]) -> tuple[ModelTable, ...]:
+def parse_tables(
+    document: object, file: str, parsers: Mapping[str, Parse], of_server: Collection[str] = ()
+) -> tuple[ModelTable, ...]:
     """Return the tables of the key `models`; `parsers` has the settings that a model can have of its own.
 
-    Raises UsageError for an unknown key, a value that does not fit, or an alias that another model has too.
+    `of_server` are the other settings, which stand above the tables. Raises UsageError for an unknown key, a value
+    that does not fit, or an alias that another model has too.
     """
     if not isinstance(document, dict):
         raise UsageError(f"{file}: models is no table", 'write [models."NAME"] and the settings below it')
-    tables = tuple(_table(name, entries, file, parsers) for name, entries in document.items())
+    tables = tuple(_table(name, entries, file, parsers, of_server) for name, entries in document.items())
     owners = {table.name.casefold(): table.name for table in tables}
     for table in tables:
         for alias in table.aliases:
@@ -80,7 +83,9 @@ def owner_of(tables: Iterable[ModelTable], alias: str) -> str | None:
     return next((table.name for table in tables if wanted in (own.casefold() for own in table.aliases)), None)
 
 
-def _table(name: str, entries: object, file: str, parsers: Mapping[str, Parse]) -> ModelTable:
+def _table(
+    name: str, entries: object, file: str, parsers: Mapping[str, Parse], of_server: Collection[str]
+) -> ModelTable:
     source = f'{file} [models."{name}"]'
     if not isinstance(entries, dict):
         raise UsageError(f"{file}: models.{name} is no table", f'write [models."{name}"] and the settings below it')
@@ -91,8 +96,7 @@ def _table(name: str, entries: object, file: str, parsers: Mapping[str, Parse]) 
         if key in OWN_KEYS:
             continue
         if key not in parsers:
-            hint = "it needs an endpoint" if key in REMOTE_KEYS else meant(key, [*OWN_KEYS, *parsers])
-            raise UsageError(f"{source}: a model has no setting {key}", hint)
+            raise UsageError(f"{source}: a model has no setting {key}", _place_of(key, parsers, of_server))
         settings[key] = _parsed(key, value, source, parsers[key])
     keep_alive_s = entries.get("keep_alive")
     return ModelTable(
@@ -102,6 +106,15 @@ def _table(name: str, entries: object, file: str, parsers: Mapping[str, Parse]) 
         _parsed("alias", entries.get("alias", []), source, _parse_names),
         None if keep_alive_s is None else _parsed("keep_alive", keep_alive_s, source, parse_keep_alive),
     )
+
+
+def _place_of(key: str, parsers: Mapping[str, Parse], of_server: Collection[str]) -> str:
+    """Return the hint for a key that no model of this machine has: where it belongs, or what may be meant."""
+    if key in REMOTE_KEYS:
+        return "it needs an endpoint"
+    if key in of_server:
+        return f"{key} is a setting of the whole server: write it above the tables"
+    return meant(key, [*OWN_KEYS, *parsers])
 
 
 def _remote_table(name: str, entries: Mapping[str, Any], source: str) -> ModelTable:

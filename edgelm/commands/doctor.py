@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import re
-import shlex
 import shutil
 import sys
 import urllib.error
@@ -18,7 +17,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -44,11 +43,12 @@ from edgelm.base.machine.gpu import (
     standing_gpu,
     usable_gpus,
 )
-from edgelm.base.machine.llama_build import extra_command, find_build, gpu_backend_command, installed_with
+from edgelm.base.machine.llama_build import extra_command, find_build, gpu_backend_command
 from edgelm.base.machine.memory import available_memory_bytes
 from edgelm.base.places import Places
 from edgelm.commands.config import settings_of
 from edgelm.commands.doctor_engines import Engines, engine_documents, engine_table
+from edgelm.commands.doctor_upgrade import installed_from, upgrade_command
 from edgelm.commands.flags import Json
 from edgelm.library.scan import scan
 
@@ -132,8 +132,7 @@ def examine(engines: Engines | None = None) -> Iterator[Finding]:
     """Yield all findings, the quick checks first, and note in `engines` what they found of those."""
     engines = engines or Engines()
     yield Finding("edgelm", "ok", f"{__version__}, Python {platform.python_version()}, {platform.platform()}")
-    source, editable = _checkout()
-    yield Finding("upgrade", "ok", upgrade_command(Path(sys.prefix), source, editable=editable))
+    yield Finding("upgrade", "ok", upgrade_command(Path(sys.prefix), installed_from()))
     yield Finding("packages", "ok", ", ".join(_versions()))
     config = None
     try:
@@ -150,37 +149,6 @@ def examine(engines: Engines | None = None) -> Iterator[Finding]:
     yield from _native(places, engines)
     yield _gpu(places, engines)
     yield _hub(places)
-
-
-def upgrade_command(prefix: Path, source: str = "", *, editable: bool = False) -> str:
-    """Return how this installation is brought up to date, judged by where it is. edgelm never replaces itself.
-
-    `source` is the checkout that it was installed from; empty: it was installed from a package.
-    """
-    if editable:
-        return f"git pull in {source}"
-    if "Cellar" in prefix.parts:
-        return "brew upgrade edgelm"
-    if prefix.parts[:3] == ("/", "nix", "store"):
-        return "this installation is Nix's: update its input"
-    folder = shlex.quote(source or "edgelm")
-    # Behind an extra that runpip added, pipx has forgotten the checkout, and its upgrade does nothing.
-    by_pipx = f"pipx runpip edgelm install --upgrade {folder}" if source else "pipx upgrade edgelm"
-    by_pip = f"{shlex.quote(str(prefix / 'bin' / 'python'))} -m pip install --upgrade {folder}"
-    command = {"pipx": by_pipx, "uv": "uv tool upgrade edgelm", "": by_pip}[installed_with(prefix)]
-    return f"git pull in {source}, then {command}" if source else command
-
-
-def _checkout() -> tuple[str, bool]:
-    """Return the checkout that this was installed from, by PEP 610, and whether it runs there; empty: a package."""
-    try:
-        origin = json.loads(distribution("edgelm").read_text("direct_url.json") or "{}")
-    except (PackageNotFoundError, OSError, ValueError):
-        return "", False
-    if "dir_info" not in origin:
-        return "", False
-    folder = urllib.request.url2pathname(origin["url"].removeprefix("file://"))
-    return folder, bool(origin["dir_info"].get("editable"))
 
 
 def _versions() -> Iterator[str]:

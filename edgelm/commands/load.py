@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -22,6 +22,7 @@ from edgelm.base.runtime import FrontRecord, find_fronts
 from edgelm.commands.flags import Json, Model
 from edgelm.commands.running import ask_front, get_state, require_front
 from edgelm.library.names import shown
+from edgelm.library.ollama_store import LATEST
 
 LOAD_LIMIT_S = 1200.0
 POLL_S = 0.3
@@ -73,11 +74,12 @@ def unload_models(
     done = []
     if model is not None:
         name = _name_for(model)
-        targets = [(next((front for front in fronts if _has(front, name)), first), name)]
+        called = config.model_name(name.removesuffix(LATEST))
+        targets = [(next((front for front in fronts if _has(front, name, called)), first), name)]
     else:
         for front in fronts:
             try:
-                targets += [(front, name) for name in _loaded(front)]
+                targets += [(front, loaded["model"]) for loaded in _loaded(front)]
             except EdgeLMError as error:
                 problems.append(error)
     for front, name in targets:
@@ -104,17 +106,20 @@ def _name_for(name: str) -> str:
     return path if is_file and os.path.exists(path) else name  # noqa: PTH110 - as above
 
 
-def _has(front: FrontRecord, name: str) -> bool:
-    """Return whether a server has a model loaded, or loads it."""
-    try:
-        return bool(ask_front(front, "GET", f"/v1/models/{quote(name)}")["status"]["value"] != "unloaded")
-    except (EdgeLMError, KeyError, TypeError):
-        return False  # it does not answer, or has no such model
+def _has(front: FrontRecord, name: str, called: str) -> bool:
+    """Return whether a server has a model loaded, or loads it. `called` is its own name where `name` is an alias."""
+    with suppress(EdgeLMError, KeyError, TypeError):  # it has no such model now, or does not answer
+        if ask_front(front, "GET", f"/v1/models/{quote(name)}")["status"]["value"] != "unloaded":
+            return True
+    with suppress(EdgeLMError):  # also one whose file is gone, or where another file has its name now
+        loaded = _loaded(front)
+        return any(model["model"].casefold() == called.casefold() or model["path"] == name for model in loaded)
+    return False
 
 
-def _loaded(front: FrontRecord) -> list[str]:
+def _loaded(front: FrontRecord) -> list[dict[str, Any]]:
     gone = ("stopping", "failed")
-    return [model["model"] for model in get_state(front)["models"] if model["state"] not in gone]
+    return [model for model in get_state(front)["models"] if model["state"] not in gone]
 
 
 @contextmanager

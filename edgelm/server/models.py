@@ -16,7 +16,7 @@ from edgelm.base.model_tables import ModelTable, owner_of, table_of
 from edgelm.base.workers.parent import in_daemon_thread
 from edgelm.library.local import find_local, require_runnable, runs_here
 from edgelm.library.readers import Card, Describe, read_each
-from edgelm.library.scan import LocalModel, installed
+from edgelm.library.scan import LocalModel, installed, printable
 from edgelm.server.api.errors import ApiError
 from edgelm.server.remotes.answering import not_remote
 from edgelm.server.remotes.models import RemoteModel, Remotes
@@ -74,6 +74,14 @@ class ModelNames:
         if (remote := self.remotes.find(name)) is not None:
             raise not_remote(remote, "this")
         return await asyncio.to_thread(self._find, name, paths)
+
+    def find_loaded(self, name: str, loaded: Sequence[LocalModel]) -> LocalModel | None:
+        """Return the loaded model of that name or path, whose file may be gone, or where no name leads to it now."""
+        for called in self._spellings(name):
+            for model in loaded:
+                if model.is_called(called) or called in (str(model.path), printable(str(model.path))):
+                    return model
+        return None
 
     async def has(self, name: str, *, paths: bool = False) -> bool:
         """Return whether there is a model of that name."""
@@ -172,17 +180,15 @@ class ModelNames:
         ]
 
     def _find(self, alias_or_name: str, paths: bool) -> LocalModel:
-        models, plain = self._runnable(), alias_or_name.removesuffix(LATEST)
-        owners = (owner_of(self._tables, name) for name in (alias_or_name, plain))
-        name = next(filter(None, owners), alias_or_name)
-        for called in (name, name.removesuffix(LATEST)):
+        models, spellings = self._runnable(), self._spellings(alias_or_name)
+        for called in spellings:
             for path in self._given:
                 if called in (path.stem, path.name, str(path)):
                     return _existing(next(model for model in models if model.is_at(path)))
             for model in models:
                 if model.is_called(called):
                     return _existing(model)
-        name = name.removesuffix(LATEST)
+        name = spellings[-1]
         by_path = paths and (name.endswith(".gguf") or _is_folder(name))
         try:
             model = require_runnable(find_local(name, self._hub, self._folders, paths=by_path))
@@ -191,6 +197,12 @@ class ModelNames:
             reason = str(error)
             join = " " if reason.endswith("?") else "; "
             raise _not_found(f"{reason}{join}GET /v1/models lists the models that are here") from None
+
+    def _spellings(self, alias_or_name: str) -> tuple[str, str]:
+        """Return the name of a model, for an alias that of its model, and the same without Ollama's tag."""
+        owners = (owner_of(self._tables, name) for name in (alias_or_name, alias_or_name.removesuffix(LATEST)))
+        name = next(filter(None, owners), alias_or_name)
+        return name, name.removesuffix(LATEST)
 
     def _known_at(self, model: LocalModel, models: Sequence[LocalModel]) -> LocalModel:
         """Return the model as it was found first: all spellings of a path, and all links, lead to one engine."""

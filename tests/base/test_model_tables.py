@@ -59,7 +59,11 @@ def test_keep_alive_and_aliases(tmp_path: Path) -> None:
     [
         ("[models.a]\ncontext = 5", ["a model has no setting context", "ctx", 'models."a"']),
         ("[models.a]\nkeepalive = '5m'", ["no setting keepalive; did you mean keep_alive?"]),
-        ("[models.a]\nport = 5", ["a model has no setting port"]),
+        ("[models.a]\nport = 5", ["no setting port; port is a setting of the whole server: write it above the tables"]),
+        ("[models.a]\nmax_memory = 5", ["no setting max_memory; max_memory is a setting of the whole server"]),
+        ("[models.a]\nmax_models = 5", ["no setting max_models; max_models is a setting of the whole server"]),
+        ("[models.a]\nprefix_cache_disk = 5", ["prefix_cache_disk is a setting of the whole server"]),
+        ("[models.a]\napi_key_file = 'k'", ["no setting api_key_file; it needs an endpoint"]),
         ("[models.a]\nctx = 0", ['models."a"', "ctx is 0", "at least 1"]),
         ("[models.a]\nkeep_alive = 'soon'", ["keep_alive is 'soon'", "5m"]),
         ("[models.a]\nalias = 3", ["alias is 3", "a name"]),

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -189,40 +188,6 @@ def test_settings_are_shown_with_their_source_and_secrets_are_not(
     assert rows["top_k"] == {"value": 7, "source": "EDGELM_TOP_K"}
     assert rows["api_key"] == {"value": "hidden", "source": "EDGELM_API_KEY"}
     assert rows["ctx"]["source"] == "default"
-
-
-@pytest.mark.parametrize(
-    ("prefix", "source", "command"),
-    [
-        ("/home/a/.local/share/pipx/venvs/edgelm", "", "pipx upgrade edgelm"),
-        (
-            "/home/a/.local/share/pipx/venvs/edgelm",
-            "/src/edgelm",
-            "git pull in /src/edgelm, then pipx runpip edgelm install --upgrade /src/edgelm",
-        ),
-        ("/home/a/.local/share/uv/tools/edgelm", "", "uv tool upgrade edgelm"),
-        ("/opt/homebrew/Cellar/edgelm/0.4/libexec", "", "brew upgrade edgelm"),
-        ("/nix/store/abc-edgelm", "", "this installation is Nix's: update its input"),
-        ("/home/a/venv", "", "/home/a/venv/bin/python -m pip install --upgrade edgelm"),
-        (
-            "/home/a/venv",
-            "/home/a/edgelm",  # on no index, "--upgrade edgelm" is satisfied with what is there
-            "git pull in /home/a/edgelm, then /home/a/venv/bin/python -m pip install --upgrade /home/a/edgelm",
-        ),
-    ],
-)
-def test_how_to_upgrade_is_judged_by_the_installation(prefix: str, source: str, command: str) -> None:
-    assert doctor.upgrade_command(Path(prefix), source) == command
-    assert doctor.upgrade_command(Path(prefix), "/src", editable=True) == "git pull in /src"
-
-
-@pytest.mark.parametrize(("info", "editable"), [({}, False), ({"editable": True}, True)])
-def test_the_checkout_of_an_installation_is_found(
-    info: dict[str, bool], editable: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    origin = json.dumps({"url": "file:///home/a/my%20edgelm", "dir_info": info})
-    monkeypatch.setattr(doctor, "distribution", lambda _: SimpleNamespace(read_text=lambda _: origin))
-    assert doctor._checkout() == ("/home/a/my edgelm", editable)
 
 
 @pytest.mark.parametrize(

@@ -26,18 +26,26 @@ LIMIT_S = 60.0
 
 
 class FakeFront:
-    """A server that has models loaded, and refuses to unload others."""
+    """A server that has models loaded, and refuses to unload others. `are_gone`: it finds no file of any model."""
 
-    def __init__(self, loaded: list[str]) -> None:
+    def __init__(self, loaded: list[str], *, are_gone: bool = False) -> None:
         self.loaded = loaded
+        self.are_gone = are_gone
+        self.unloaded: list[str] = []  # as the clients named them
 
     def asked(self, method: str, path: str, name: str) -> tuple[int, dict[str, Any]]:
         if path == "/edgelm/ps":
-            return 200, {"models": [{"model": loaded, "state": "ready"} for loaded in self.loaded]}
+            models = [{"model": loaded, "state": "ready", "path": f"/models/{loaded}.gguf"} for loaded in self.loaded]
+            return 200, {"models": models}
+        if method == "GET" and self.are_gone:
+            return 404, {"error": {"message": "the file is gone"}}
         if method == "GET":
             return 200, {
                 "status": {"value": "loaded" if unquote(path).split("/", 3)[-1] in self.loaded else "unloaded"}
             }
+        if self.are_gone:
+            self.unloaded.append(name)
+            return 200, {"success": True}
         if name not in self.loaded:
             return 400, {"error": {"message": f"{name} is not loaded"}}
         self.loaded.remove(name)
@@ -85,6 +93,19 @@ def test_the_server_that_has_the_model_unloads_it(
         assert capsys.readouterr().out == "b is unloaded\na is unloaded\n"
         unload_models(every=True)
         assert capsys.readouterr().out == "no model is loaded\n"
+
+
+@pytest.mark.parametrize("name", ["m", "M", "m:latest", "/models/m.gguf", "mine", "Mine:latest"])
+def test_the_server_that_has_a_model_without_its_file_unloads_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in ("CONFIG", "RUNTIME"):
+        monkeypatch.setenv(f"EDGELM_{kind}_DIR", str(tmp_path))
+    (tmp_path / "config.toml").write_text('[models.m]\nalias = "mine"\n')
+    first, second = FakeFront(["a"], are_gone=True), FakeFront(["b", "m"], are_gone=True)
+    with first.serve(tmp_path), second.serve(tmp_path):
+        unload_models(name, every=False)
+    assert (first.unloaded, second.unloaded) == ([], [name])
 
 
 NAMES = {"of nobody": "~nobody-of-that-name/x.gguf", "long": "x" * 5000 + ".gguf", "long path": "/" + "x" * 5000}

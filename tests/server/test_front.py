@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ from starlette.requests import Request
 
 from edgelm.base.config import load_config
 from edgelm.base.errors import ModelError
+from edgelm.base.model_tables import ModelTable
 from edgelm.base.workers.messages import Footprint, Ready
 from edgelm.library import local
 from edgelm.library.scan import LocalModel
@@ -101,9 +102,13 @@ async def fronted(
     launches: Any,
     model: Path,
     rules: Rules = Rules(loopback=True),  # noqa: B008 - it is frozen
+    *,
+    folders: Sequence[Path] = (),
+    tables: Sequence[ModelTable] = (),
 ) -> AsyncIterator[httpx2.AsyncClient]:
+    """Serve a model, or those of folders in its place."""
     async with asyncio.timeout(LIMIT_S), EngineTable(launches, FakeHost(), idle_timeout_s=0) as table:
-        names = ModelNames(None, [model])
+        names = ModelNames(None, [] if folders else [model], folders=folders, tables=tables)
         store = ResponseStore(model.parent / "responses.sqlite")
         app = front_app(Front("http://127.0.0.1:1", table, names, store), rules)
         transport = httpx2.ASGITransport(app=app)
@@ -314,17 +319,43 @@ async def test_a_model_is_loaded_and_unloaded(model: Path) -> None:
         assert len(launches.processes) == 1
 
 
-async def test_a_model_whose_file_is_gone_is_unloaded(model: Path) -> None:
+async def loaded(http: httpx2.AsyncClient, launches: Fakes, number: int = 1) -> FakeProcess:
+    """Load the model m, and return its process."""
+    loading = asyncio.create_task(http.post("/models/load", json={"model": "m"}))
+    process = await launches.number(number)
+    process.load()
+    assert (await loading).json() == {"success": True}
+    return process
+
+
+@pytest.mark.parametrize("name", ["m", "M", "m:latest", "PATH", "mine", "Mine:latest"])
+async def test_a_model_whose_file_is_gone_is_unloaded(model: Path, name: str) -> None:
     launches = Fakes()
-    async with fronted(launches, model) as http:
-        loading = asyncio.create_task(http.post("/models/load", json={"model": "m"}))
-        process = await launches.number(1)
-        process.load()
-        assert (await loading).json() == {"success": True}
+    name = str(model) if name == "PATH" else name
+    async with fronted(launches, model, tables=(ModelTable("m", "", aliases=("mine",)),)) as http:
+        process = await loaded(http, launches)
         model.unlink()  # noqa: ASYNC240 - a test may block
-        assert (await http.post("/models/load", json={"model": "m"})).status_code == 404
-        assert (await http.post("/models/unload", json={"model": "m"})).json() == {"success": True}
+        assert (await http.post("/models/load", json={"model": name})).status_code == 404
+        assert (await http.post("/models/unload", json={"model": name})).json() == {"success": True}
         assert process.closed
+
+
+async def test_a_model_whose_name_leads_to_another_file_is_unloaded(tmp_path: Path) -> None:
+    launches, old, new = Fakes(), tmp_path / "a" / "m.gguf", tmp_path / "b" / "m.gguf"
+    for path in (old, new):
+        path.parent.mkdir()
+    old.write_bytes(b"")
+    async with fronted(launches, old, folders=[old.parent, new.parent]) as http:
+        first = await loaded(http, launches)
+        old.rename(new)
+        refused = await http.post("/models/unload", json={"model": str(new)})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "model_not_loaded")
+        second = await loaded(http, launches, 2)
+        for process in (second, first):  # the one that has the name now comes first
+            assert not process.closed
+            assert (await http.post("/models/unload", json={"model": "m"})).json() == {"success": True}
+            assert process.closed
+        assert (await http.get("/edgelm/ps")).json()["models"] == []
 
 
 @pytest.mark.parametrize("action", ["load", "unload"])

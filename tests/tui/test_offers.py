@@ -66,6 +66,7 @@ async def test_one_key_gets_a_model_for_a_first_chat(open_chat: Open, tmp_path: 
 
 async def test_the_first_model_is_the_small_one_also_where_a_larger_one_fits(open_chat: Open) -> None:
     async with open_chat(pulling=["false"]) as chat:
+        chat.endpoint.models = ["starter"]
         await chat.ready()
         chat.screen.view.better_model = "qwen3:8b"
         await chat.press("ctrl+n")
@@ -75,6 +76,11 @@ async def test_the_first_model_is_the_small_one_also_where_a_larger_one_fits(ope
         await chat.ask("/model starter")
         await chat.press("ctrl+n")
         await chat.sees("/pull qwen3:8b", "Tab gets it")
+        chat.endpoint.models = ["starter", "qwen3:8b"]
+        await chat.ask("/model starter")
+        await chat.press("ctrl+n")
+        await chat.sees(*EXAMPLES)
+        assert "Tab gets it" not in chat.text, "neither a smaller one than the one here, nor that"
 
 
 async def test_tab_asks_the_chosen_question(open_chat: Open) -> None:

@@ -51,8 +51,9 @@ def offers(
         return _about_edgelm(messages) if messages else _first(listed, better) if is_first else []
     if not messages:
         questions = [Suggestion(text, text, "" if place else HOW) for place, text in enumerate(EXAMPLES)]
-        models = [name for name in (FIRST_CHAT, better) if name and name not in listed]
-        return [*questions, *(_pull(name, "Tab gets it") for name in models[:1])]
+        is_alone = all(name == STARTER for name in listed)
+        name = FIRST_CHAT if is_alone or not better else better
+        return questions if name in listed else [*questions, _pull(name, "Tab gets it")]
     last = messages[-1]
     if last.role != "assistant" or last.state != "done":
         return []

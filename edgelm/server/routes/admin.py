@@ -107,14 +107,16 @@ def _loading_routes(table: EngineTable, models: ModelNames, bodies: Bodies) -> l
 
     async def unload(request: Request) -> Response:
         name, _ = await administered(request)
+        loaded = models.find_loaded(name, [slot.model for slot in table.slots.values()])
         try:
             model = await models.find(name, paths=may_name_paths(request))
         except ApiError:
-            gone = [slot.model for slot in table.slots.values() if slot.model.name == name]  # loaded, without its file
-            if not gone:
+            if loaded is None:
                 raise
-            model = gone[0]
+            model = loaded  # its file is gone
         slot = table.slots.get(model.path)
+        if slot is None and loaded is not None:  # another file has its name now
+            slot = table.slots.get(loaded.path)
         if slot is None:
             raise ApiError(400, "model_not_loaded", f"{model.name} is not loaded", param="model")
         if slot.leases:
