@@ -153,6 +153,7 @@ class StepClock:
         self._gaps: deque[float] = deque(maxlen=_GAPS)
         self._gap_at = 0  # number of the step before the last gap
         self.last: DecodeStep | None = None  # None: the last step had prefill
+        self.sequences = 1  # for which the last step sampled
         self.plain_due = False  # whether the next step should have no drafts
 
     def observe(self, step: Step, seconds: float, unread_prefill: int = 0) -> None:
@@ -165,6 +166,7 @@ class StepClock:
         if step.num_tokens == 0:
             return
         depth = self._depth = sum(chunk.start for chunk in step.chunks)
+        self.sequences = max(sum(chunk.rows > 0 for chunk in step.chunks), 1)
         if prefill <= 0:
             self._compare(len(step.chunks), rows, depth, seconds)
             self._costs.observe(rows, depth, seconds)
@@ -198,9 +200,12 @@ class StepClock:
             return 0.0
         return statistics.median(self._gaps) / step_s
 
-    def plain_s(self) -> float:
-        """Return the present time of a step of one row, in seconds; 0: not known."""
-        return self._costs.time(1, self._depth)
+    def token_s(self) -> float:
+        """Return the present seconds of a plain step divided by its sequences; 0: not known.
+
+        Time between two steps delays every sequence: a draft that takes so long loses one token.
+        """
+        return self._costs.time(self.sequences, self._depth) / self.sequences
 
     def prefill_tokens(self, rows: int, depth: int = 0) -> int:
         """Return how many prefill tokens fit in a step that also decodes `rows` rows."""

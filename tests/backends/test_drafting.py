@@ -186,7 +186,7 @@ def test_what_was_said_before_the_context_is_drafted_from(model: Path, places: P
 
 
 def test_a_draft_model_drafts(model: Path, places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepClock, "plain_s", lambda _: 1.0)  # the model drafts for itself, which is no faster
+    monkeypatch.setattr(StepClock, "token_s", lambda _: 1.0)  # the model drafts for itself, which is no faster
     plain, _ = ask_new(model, None)
     drafted, stats = ask_new(model, places, memory=False, draft=str(model))
     assert drafted == plain

@@ -16,7 +16,6 @@ one of random weights in the shape of Qwen3.5-0.8B, with a vocabulary of 32,000.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import random
 import resource
@@ -99,47 +98,43 @@ def speed(
 ) -> float:
     """Return the tokens in the time of a plain step, over all answers; a draft has at most so many tokens.
 
-    So many answers are decoded `together`.
+    So many answers are decoded `together`; what is left when fewer are is not counted.
     """
     clock = StepClock(StepCosts(Measured(rows, 0, STEP_S * costs.told(rows)) for rows in TOLD_ROWS))
     watch = SimpleNamespace(perf_counter=lambda: heads.now)
-    drafters: dict[str, Drafter] = {"ngram": NgramDrafter(PastAnswers()), "mtp": MtpDrafter(heads, clock.plain_s)}
+    drafters: dict[str, Drafter] = {"ngram": NgramDrafter(PastAnswers()), "mtp": MtpDrafter(heads, clock.token_s)}
     with patch.object(throttle, "time", watch), patch.object(mtp_drafter, "time", watch):
         proofs = {"mtp": proof}
         drafter = ChainDrafter(
             [ThrottledDrafter(drafters[name], clock, name=name, proof=proofs.get(name)) for name in who]
         )
-        tokens, numbered = 0, enumerate(answers)
-        while batch := dict(itertools.islice(numbered, together)):
-            tokens += _decode(batch, drafter, clock, costs, heads, most)
-        return tokens * STEP_S / heads.now
+        return _decode(list(answers), together, drafter, clock, costs, heads, most) * STEP_S / heads.now
 
 
 def _decode(
-    answers: dict[int, Answer], drafter: Drafter, clock: StepClock, costs: Costs, heads: SimulatedHeads, most: int
+    answers: list[Answer],
+    together: int,
+    drafter: Drafter,
+    clock: StepClock,
+    costs: Costs,
+    heads: SimulatedHeads,
+    most: int,
 ) -> int:
-    """Decode answers together, by their numbers, and return the tokens after the first ones."""
-    running = []
-    for number, answer in answers.items():
-        seq = Seq(number, [*answer.prompt, *answer.after(answer.prompt, [])], len(answer.prompt), SamplingParams())
-        heads.answers[number] = _whole(answer, seq.tokens)
-        drafter.begin(seq)
-        running.append(seq)
-    tokens = 0
-    while running:
+    """Decode answers as long as so many run `together`, and return the tokens after the first ones."""
+    waiting, running, tokens = list(enumerate(answers)), list[Seq](), 0
+    while len(waiting) + len(running) >= together:
+        while len(running) < together:
+            number, answer = waiting.pop(0)
+            seq = Seq(number, [*answer.prompt, *answer.after(answer.prompt, [])], len(answer.prompt), SamplingParams())
+            heads.answers[number] = _whole(answer, seq.tokens)
+            drafter.begin(seq)
+            running.append(seq)
         rows, chunks, added = len(running), [], {}
-        for seq in list(running):
+        for seq in running:
             draft = drafter.propose(seq, clock.marginal_cost(rows, 0, len(running), most))
             added[seq.id] = answers[seq.id].after(seq.tokens, draft)
-            if not added[seq.id]:
-                running.remove(seq)
-                drafter.end(seq)
-                rows -= 1
-                continue
             rows += len(draft)
             chunks.append(Chunk(seq, 0, [0, *draft], 1 + len(draft), seq.id))
-        if not chunks:
-            break
         took = STEP_S * costs.true(rows)
         heads.now += took
         clock.observe(Step(tuple(chunks)), took)
@@ -149,9 +144,16 @@ def _decode(
             tokens += len(new)
             if chunk.draft:
                 drafter.observe(seq, len(chunk.draft), len(new) - 1)
+            if not answers[seq.id].after(seq.tokens, []):
+                running.remove(seq)
+                drafter.end(seq)
+                _finish_work(drafter)
+    return tokens
+
+
+def _finish_work(drafter: Drafter) -> None:
     while drafter.work(1.0):
         pass
-    return tokens
 
 
 def _whole(answer: Answer, tokens: list[int]) -> list[int]:

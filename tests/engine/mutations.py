@@ -4,7 +4,7 @@
 
 Owns the table of results. A mutation is applied to a copy of the package; the property tests run first, with a tenth
 of their workloads, then the examples. Exits with 1 if a mutation survives. A test without end kills a mutation, too:
-how long the tests take here without one is measured first.
+how long the tests take here without one is measured first. A word that no mutation has is refused before that.
 """
 
 from __future__ import annotations
@@ -96,6 +96,10 @@ def _first_failure(folder: Path, stage: str, limit_s: float | None) -> str:
 
 
 def main(words: list[str]) -> int:
+    """Run the chosen mutations and return the exit code; end at once where a word chooses none."""
+    if unknown := [word for word in words if not any(word in mutation.name for mutation in MUTATIONS)]:
+        modules = ", ".join(dict.fromkeys(mutation.module for mutation in MUTATIONS))
+        sys.exit(f"error: no mutation has {', '.join(unknown)} in its name; the modules are {modules}")
     chosen = [mutation for mutation in MUTATIONS if not words or any(word in mutation.name for word in words)]
     survivors = 0
     print(f"{'mutation':<62} {'seconds':>7}  killed by")

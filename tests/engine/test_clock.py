@@ -71,6 +71,15 @@ def test_a_row_costs_every_sequence_of_the_step() -> None:
     assert clock.marginal_cost(2, 0, 2, 1) == pytest.approx([2 * (0.114 - 0.081) / 0.081])
 
 
+def test_time_between_steps_delays_every_sequence() -> None:
+    clock = StepClock(StepCosts(STAIRCASE))
+    assert clock.token_s() == pytest.approx(0.066)
+    clock.observe(step(0, 2), 0.081)
+    assert clock.token_s() == pytest.approx(0.081 / 2)
+    clock.observe(step(100, 0), 1.0)
+    assert clock.token_s() == pytest.approx(0.066), "no sequence waits for a prompt alone"
+
+
 def test_rows_never_measured_cost_as_much_as_prefill() -> None:
     clock = StepClock()
     clock.observe(step(0, 1), 0.1)

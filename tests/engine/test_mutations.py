@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine import mutations
 from tests.engine.mutation_list import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,3 +32,12 @@ def test_each_mutation_applies(package: Path, mutation: Mutation) -> None:
 
 def test_no_mutation_is_listed_twice() -> None:
     assert len({(mutation.module, mutation.old, mutation.new) for mutation in MUTATIONS}) == len(MUTATIONS)
+
+
+@pytest.mark.parametrize("words", [["schedular"], ["scheduler", "schedular"]])
+def test_a_word_of_no_mutation_is_refused_before_any_test_runs(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mutations, "measured_limits", lambda: pytest.fail("the tests ran"))
+    with pytest.raises(SystemExit, match=r"schedular.*scheduler"):
+        mutations.main(words)

@@ -419,7 +419,7 @@ def _drafting(
     if settings.may_draft("ngram"):
         drafters["ngram"] = ngram_drafter(tokenizer, settings, places, identity)
     if executor.heads:
-        drafters["mtp"] = MtpDrafter(executor.heads, clock.plain_s)
+        drafters["mtp"] = MtpDrafter(executor.heads, clock.token_s)
     if files.draft:
         drafters["model"] = _load_draft_model(files.draft, options, job.repack, tokenizer, clock)
     proof = heads_proof(places, identity, files.heads.path if files.heads else None)
@@ -459,4 +459,4 @@ def _load_draft_model(
     except EdgeLMError:
         model.close()
         raise
-    return ModelDrafter(executor, clock.plain_s)
+    return ModelDrafter(executor, clock.token_s)

@@ -120,7 +120,7 @@ def build_torch(
                 if settings.may_draft("ngram"):
                     drafters["ngram"] = ngram_drafter(tokenizer, settings, places, identity)
                 if executor.heads:
-                    drafters["mtp"] = MtpDrafter(executor.heads, clock.plain_s)
+                    drafters["mtp"] = MtpDrafter(executor.heads, clock.token_s)
                 if small:
                     drafters["model"] = _load_draft_model(
                         small, settings, decoder, executor.info, tokenizer, clock, places, reports
@@ -322,7 +322,7 @@ def _load_draft_model(
     if executor is None:
         message = f"the draft model {draft.name} does not fit in the memory of {device_name(decoder.device)}"
         raise DoesNotFitError(message, "lower --ctx, or omit --draft")
-    return ModelDrafter(executor, clock.plain_s)
+    return ModelDrafter(executor, clock.token_s)
 
 
 def _snapshot_folder(

@@ -35,6 +35,8 @@ LONGEST_SHORT_NAME = 4  # GGUF; a longer word in capitals is a word that is stre
 HAN = re.compile(r"[\u3400-\u9fff]")
 _OTHER_ASIAN = re.compile(r"[\u3040-\u30ff\uac00-\ud7af]")  # Japanese and Korean
 _WORD = re.compile(r"[^\W_]+")
+_VARIABLE = re.compile(r"(?<![^\W_])[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+(?![^\W_])")
+_ENDINGS = "", "e", "en", "n", "s", "x"  # of a plural
 
 
 class _Words(NamedTuple):
@@ -55,6 +57,13 @@ def language_of(question: str) -> str:
     return best if scores[best] > english else ""
 
 
+def language_of_word(word: str) -> str:
+    """Return the language that has a word for one of the guide, in the singular or plural; empty: none has."""
+    folded = word.casefold()
+    stems = {folded.removesuffix(ending) for ending in _ENDINGS}
+    return next((name for name, table in _tables().items() if not stems.isdisjoint(table.english)), "")
+
+
 def in_english(question: str, language: str) -> str:
     """Return the words of a question that the guide has, in English; names and numbers stay as they are.
 
@@ -69,7 +78,12 @@ def in_english(question: str, language: str) -> str:
         word for word in _WORD.findall(HAN.sub(" ", whole)) if word.isascii() and word.lower() not in table.english
     ]
     if language != "zh":
-        latin = [word for word in latin if _is_name(word) and word.lower() not in _COMMON[language]]
+        variables = {part.lower() for name in _VARIABLE.findall(question[:MAX_QUESTION]) for part in name.split("_")}
+        latin = [
+            word
+            for word in latin
+            if word.lower() in variables or (_is_name(word) and word.lower() not in _COMMON[language])
+        ]
     if table.common.issuperset(words) and _NAMES.isdisjoint(map(str.lower, latin)):
         return ""
     return " ".join([*dict.fromkeys(words), *latin])

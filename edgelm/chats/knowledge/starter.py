@@ -13,7 +13,7 @@ from edgelm.base.passages import Passage
 from edgelm.chats.knowledge import GUIDE
 from edgelm.chats.knowledge.guide import searchable_pages
 from edgelm.chats.knowledge.index import Knowledge
-from edgelm.chats.knowledge.languages import HAN, LINES, in_english, language_of
+from edgelm.chats.knowledge.languages import HAN, LINES, in_english, language_of, language_of_word
 from edgelm.chats.knowledge.passages import split_text
 from edgelm.chats.knowledge.question import LEAST_PREFIX, terms
 from edgelm.chats.knowledge.quote import MOST_CHARS, fitting, share_of_context
@@ -70,7 +70,7 @@ def starter_passages(knowledge: Knowledge, question: str, larger: str | None, co
     """
     knowledge.refresh([GUIDE])
     last = larger_model(larger)
-    original, language = question, language_of(question)
+    original, language = question, _language(question)
     if _is_greeting(original):
         return [last]
     asked = _listed().get(_folded(original), set())
@@ -113,13 +113,25 @@ def _folded(question: str) -> str:
 
 def _is_greeting(question: str) -> bool:
     """Tell whether a text only greets: it has no other words but fillers, and at most one that may be a name."""
+    others = _beside_greeting(question)
+    if others is not None and len(others) == 1 and not HAN.search(others[0]):  # a sentence in Chinese has no space
+        return others[0].isalpha() and others[0] not in _guide_words() and not language_of_word(others[0])
+    return others == []
+
+
+def _beside_greeting(question: str) -> list[str] | None:
+    """Return the words behind a greeting, without fillers; None: it begins with none."""
     words = _folded(question)
     if (greeting := _GREETING.match(words)) is None:
-        return False
-    others = [word for word in words[greeting.end() :].split() if word not in _FILLERS]
-    if len(others) == 1 and not HAN.search(others[0]):  # a whole sentence in Chinese has no space
-        return others[0].isalpha() and others[0] not in _guide_words()
-    return not others
+        return None
+    return [word for word in words[greeting.end() :].split() if word not in _FILLERS]
+
+
+def _language(question: str) -> str:
+    """Return the language of a question; of one word behind a greeting, the language that has it."""
+    others = _beside_greeting(question)
+    word = others[0] if others and len(others) == 1 and others[0] not in _guide_words() else ""
+    return language_of(question) or (language_of_word(word) if word else "")
 
 
 @functools.cache
@@ -168,7 +180,7 @@ def starter_answers(passages: Sequence[Passage], question: str = "") -> list[str
     """
     if _is_greeting(question):
         return [SMALL_TALK[0]]
-    if (language := language_of(question)) and (about := [p for p in passages if p.heading != _LARGER]):
+    if (language := _language(question)) and (about := [p for p in passages if p.heading != _LARGER]):
         return ["\n\n".join([LINES[language], *(passage.text.strip("\n") for passage in about)])]
     answers = list(SMALL_TALK)
     if about := [p for p in passages if p.heading != _LARGER]:

@@ -16,16 +16,18 @@ DECAY = 0.98  # of a bucket's counts, per verified draft token
 MIN_REACH = 0.02  # a draft ends before tokens that are reached less often
 RETRY_EVERY = 16  # tokens without a draft, while drafting is not expected to pay
 WEIGHT = 0.2  # of the newest observation in an average
+USUAL_WEIGHT = 0.05  # the same for the average over all sequences
 
 
 class Draft:
     """The state of one sequence's drafts."""
 
-    __slots__ = ("confidences", "last_try", "rate")
+    __slots__ = ("confidences", "last_try", "rate", "spent")
 
     def __init__(self, length: int) -> None:
         self.confidences: list[float] = []  # of the draft that is being verified
-        self.rate = 1.0  # tokens per step of the model
+        self.rate = 1.0  # tokens in the time of a plain step
+        self.spent = 1.0  # plain steps that the last draft and its verification take
         self.last_try = length  # length of the sequence, when it began or was last drafted for
 
 
@@ -35,14 +37,15 @@ class Confidence:
     def __init__(self) -> None:
         self._accepted = [PRIOR * (bucket + 0.5) / NUM_BUCKETS for bucket in range(NUM_BUCKETS)]
         self._verified = [PRIOR] * NUM_BUCKETS
+        self._usual = self._acceptance(1.0)  # acceptance of a token before its confidence is known
 
     def may_pay(self, draft: Draft, length: int, row_cost: float, step_cost: float) -> bool:
         """Tell whether a draft behind so many tokens is worth its first step, or one is due again.
 
-        The costs are in plain steps.
+        The costs are in plain steps of a request alone: among others, in tokens that all lose together.
         """
         due = length - draft.last_try > RETRY_EVERY
-        return due or self._acceptance(1.0) > (row_cost + step_cost) * draft.rate
+        return due or self._usual > (row_cost + step_cost) * draft.rate
 
     def propose(
         self, draft: Draft, next_token: Callable[[], tuple[int, float]], marginal_cost: Seq[float], step_cost: float
@@ -61,14 +64,17 @@ class Confidence:
                 break
             tokens.append(token)
             confidences.append(confidence)
-            reach *= self._acceptance(confidence)
+            acceptance = self._acceptance(confidence)
+            self._usual += USUAL_WEIGHT * (acceptance - self._usual)
+            reach *= acceptance
             num_tokens += reach
             spent += cost + step_cost
             if num_tokens / spent > best_rate:
                 best_rate, best_len = num_tokens / spent, length
-            if reach < MIN_REACH or reach * self._acceptance(1.0) < step_cost * draft.rate:
+            if reach < MIN_REACH or reach * self._usual < step_cost * draft.rate:
                 break
         draft.confidences = confidences[:best_len]
+        draft.spent = 1.0 + sum(marginal_cost[:best_len]) + step_cost * len(tokens)
         return tokens[:best_len]
 
     def observe(self, draft: Draft, drafted: int, accepted: int) -> None:
@@ -77,7 +83,8 @@ class Confidence:
             bucket = _bucket(confidence)
             self._verified[bucket] = DECAY * self._verified[bucket] + 1
             self._accepted[bucket] = DECAY * self._accepted[bucket] + (place < accepted)
-        draft.rate += WEIGHT * (1 + accepted - draft.rate)
+        rate = draft.rate + WEIGHT * ((1 + accepted) / draft.spent - draft.rate)
+        draft.rate = max(rate, 1.0)  # as without drafts
         draft.confidences = []
 
     def _acceptance(self, confidence: float) -> float:

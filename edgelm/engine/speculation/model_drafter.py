@@ -20,7 +20,7 @@ from edgelm.engine.core import Chunk, Executor, Sequence, Step, Trim
 from edgelm.engine.prefixes import common_prefix_len
 from edgelm.engine.speculation.confidence import WEIGHT, Confidence, Draft
 
-FIRST_STEP_COST = 0.25  # of a plain step: the cost of a draft model's step before one was timed
+FIRST_STEP_COST = 0.25  # tokens that all lose meanwhile: the cost of a draft model's step before one was timed
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +36,14 @@ class _Mirror:
 
 
 class ModelDrafter:
-    """A `Drafter`. `step_s` returns the present seconds of a step of the target model; 0: not known.
+    """A `Drafter`. `token_s` returns the seconds in which all sequences lose one token together; 0: not known.
 
     Takes over the executor: `close` frees it.
     """
 
-    def __init__(self, executor: Executor, step_s: Callable[[], float]) -> None:
+    def __init__(self, executor: Executor, token_s: Callable[[], float]) -> None:
         self._executor = executor
-        self._target_step_s = step_s
+        self._token_s = token_s
         self._free_slots = list(range(executor.info.max_sequences))
         self._block_len = executor.info.block_len
         self._free_blocks = list(range(executor.info.capacity // self._block_len)) if self._block_len else []
@@ -178,6 +178,6 @@ class ModelDrafter:
     # -- estimates -------------------------------------------------------------------------------------------------
 
     def _step_cost(self) -> float:
-        """Return the cost of a step of the draft model, in plain steps of the target."""
-        target_s = self._target_step_s()
-        return self._step_s / target_s if self._step_s and target_s else FIRST_STEP_COST
+        """Return the tokens that all sequences lose while the draft model computes one."""
+        token_s = self._token_s()
+        return self._step_s / token_s if self._step_s and token_s else FIRST_STEP_COST

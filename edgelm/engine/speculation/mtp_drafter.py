@@ -16,18 +16,18 @@ from edgelm.base.errors import EngineError, OutOfMemoryError
 from edgelm.engine.core import Heads, Sequence
 from edgelm.engine.speculation.confidence import WEIGHT, Confidence, Draft
 
-FIRST_STEP_COST = 0.15  # of a plain step: the cost of the heads before they were timed
+FIRST_STEP_COST = 0.15  # tokens that all lose meanwhile: the cost of the heads before they were timed
 FIRST_REST, LONGEST_REST = 16, 1024  # tokens without heads behind the second lack of memory in a row, doubled by each
 
 log = logging.getLogger(__name__)
 
 
 class MtpDrafter:
-    """A `Drafter`. `step_s` returns the present seconds of a plain step of the model; 0: not known."""
+    """A `Drafter`. `token_s` returns the seconds in which all sequences lose one token together; 0: not known."""
 
-    def __init__(self, heads: Heads, step_s: Callable[[], float]) -> None:
+    def __init__(self, heads: Heads, token_s: Callable[[], float]) -> None:
         self._heads: Heads | None = heads
-        self._model_step_s = step_s
+        self._token_s = token_s
         self._confidence = Confidence()
         self._drafts: dict[int, Draft] = {}  # by sequence
         self._timed: set[int] = set()  # sequences whose end of the prompt the heads have read
@@ -108,6 +108,6 @@ class MtpDrafter:
         return self._rest > 0
 
     def _step_cost(self) -> float:
-        """Return the cost of a token of the heads, in plain steps of the model."""
-        model_s = self._model_step_s()
-        return self._step_s / model_s if self._step_s and model_s else FIRST_STEP_COST
+        """Return the tokens that all sequences lose while the heads compute one."""
+        token_s = self._token_s()
+        return self._step_s / token_s if self._step_s and token_s else FIRST_STEP_COST

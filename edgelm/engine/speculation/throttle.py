@@ -16,11 +16,11 @@ from weakref import WeakKeyDictionary
 from edgelm.engine.clock import StepClock
 from edgelm.engine.core import Drafter, Sequence
 
-MAX_LOSS = 2.0  # plain steps that a request may lose before drafting pauses
+MAX_LOSS = 2.0  # plain steps that a request, or all together, may lose before drafting pauses
 MIN_LOSS = 0.25  # each paused request halves the limit of the next one, down to this
 MAX_CREDIT = 2.0  # plain steps of gains that count against later losses
 PAUSE = 64  # tokens without drafts; doubled by each further pause of a request
-FREE_TIME = 0.01  # plain steps: the time that `propose` may take
+FREE_TIME = 0.01  # plain steps: the time that `propose` may take for all sequences of a step
 TRIAL_RATE = 0.005  # share of the time that a drafter without proof may lose
 TRIAL_COST = 0.15  # plain steps that a first draft takes beside its row
 PROOF = 3.0  # plain steps gained, after all losses between, by which a drafter is proved
@@ -40,15 +40,11 @@ class _Account:
         self.pause = PAUSE
         self.resume_at = 0  # sequence length at which drafting resumes
 
-    def add(self, seq: Sequence, gain: float) -> bool:
-        """Add to the balance; pause drafting if it is too low, and tell so."""
-        self.balance = min(self.balance + gain, MAX_CREDIT)
-        if self.balance >= -self.max_loss:
-            return False
+    def rest(self, length: int) -> None:
+        """Pause drafting behind so many tokens."""
         self.balance = 0.0
-        self.resume_at = len(seq.tokens) + self.pause
+        self.resume_at = length + self.pause
         self.pause *= 2
-        return True
 
 
 class _Trial:
@@ -69,6 +65,9 @@ class _Trial:
 
 class ThrottledDrafter:
     """A `Drafter` around another one. Each request has its own account; `max_draft` bounds the length of a draft.
+
+    A longer step delays every request in it. Where all together have lost what one may lose, each that has not gained
+    pauses: else so many requests would lose so many times as much.
 
     `name` is what a request may choose it by, and what those who watch see.
 
@@ -93,6 +92,7 @@ class ThrottledDrafter:
         self._clock = clock
         self._max_draft = max_draft
         self._accounts: WeakKeyDictionary[Sequence, _Account] = WeakKeyDictionary()
+        self._balance = 0.0  # of all requests together
         self._max_loss = MAX_LOSS  # of the next request
         self._cut_len: int | None = None  # limit of drafts while nothing is accepted
         self._accepted = False  # whether a token was accepted since the last pause
@@ -109,9 +109,10 @@ class ThrottledDrafter:
             return []
         start = time.perf_counter()
         draft = self._drafter.propose(seq, marginal_cost[: self._limit(seq)], forced)
-        plain_s = self._clock.plain_s()
-        if plain_s:
-            self._add(seq, min(FREE_TIME - (time.perf_counter() - start) / plain_s, 0.0))
+        if token_s := self._clock.token_s():
+            free = 0.0 if self._on_trial(seq) else FREE_TIME
+            lost = (time.perf_counter() - start) / token_s  # tokens
+            self._add(seq, min(free - lost, 0.0) / self._clock.sequences)
         if draft:
             seq.drafted_by = self._name
         return draft
@@ -147,7 +148,26 @@ class ThrottledDrafter:
         """Add to the account of a request, or of the trial; tell whether drafting pauses."""
         if self._trial and self._trial.add(gain):
             self._prove(True)
-        return not self._on_trial(seq) and self._accounts[seq].add(seq, gain)
+        if self._on_trial(seq):
+            return False
+        account = self._accounts[seq]
+        before, account.balance = account.balance, min(account.balance + gain, MAX_CREDIT)
+        self._balance += account.balance - before
+        if account.balance >= 0 or min(account.balance, self._balance) >= -account.max_loss:
+            return False
+        if self._balance < -account.max_loss:
+            losing = [other for other in self._accounts if self._loses(other)]
+        else:
+            losing = [seq]
+        for other in losing:
+            self._balance -= self._accounts[other].balance
+            self._accounts[other].rest(len(other.tokens))
+        return True
+
+    def _loses(self, seq: Sequence) -> bool:
+        """Tell whether a request drafts and has not gained by it."""
+        account = self._accounts[seq]
+        return account.balance <= 0 and len(seq.tokens) >= account.resume_at
 
     def _prove(self, proved: bool) -> None:
         """Begin or end the trial, and keep that for the next process."""
@@ -185,6 +205,7 @@ class ThrottledDrafter:
     def end(self, seq: Sequence) -> None:
         account = self._accounts.pop(seq, None)
         if account:
+            self._balance -= account.balance
             paused = account.resume_at > 0
             self._max_loss = max(account.max_loss / 2, MIN_LOSS) if paused else MAX_LOSS
             if self._proof and not self._trial and self._max_loss == MIN_LOSS:  # three requests in a row lost time

@@ -33,7 +33,7 @@ def cheap_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = [Measured(1, 0, 0.010), Measured(64, 0, 0.0163)]
     monkeypatch.setattr(build_module, "measured_clock", lambda *_: StepClock(StepCosts(costs)))
     monkeypatch.setattr(StepClock, "observe", lambda *_: None)
-    monkeypatch.setattr(StepClock, "plain_s", lambda _: 1.0)
+    monkeypatch.setattr(StepClock, "token_s", lambda _: 1.0)
 
 
 @pytest.fixture(scope="module")

@@ -439,7 +439,7 @@ def drafted_by_heads(loaded: LoadedModel) -> int:
 @pytest.fixture
 def drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgelm.backends.torch.build.measured_clock", lambda *_: StepClock(COSTS))
-    monkeypatch.setattr(StepClock, "plain_s", lambda _: 1.0)
+    monkeypatch.setattr(StepClock, "token_s", lambda _: 1.0)
     monkeypatch.setattr("edgelm.engine.speculation.throttle.TRIAL_RATE", 1.0)
 
 

@@ -10,7 +10,7 @@ import pytest
 from edgelm.base.passages import Passage
 from edgelm.chats.knowledge.guide import TOPICS, question_groups, sections
 from edgelm.chats.knowledge.index import Knowledge
-from edgelm.chats.knowledge.languages import language_of
+from edgelm.chats.knowledge.languages import LINES, in_english, language_of
 from edgelm.chats.knowledge.starter import (
     SMALL_TALK,
     UNKNOWN,
@@ -140,6 +140,27 @@ def test_what_newcomers_ask_has_its_section(knowledge: Knowledge, question: str,
     assert starter_passages(knowledge, question, None)[0].heading == title
 
 
+@pytest.mark.parametrize("question", ["Wie setze ich EDGELM_MEMORY?", "WIE SETZE ICH EDGELM_MEMORY?"])
+def test_the_name_of_a_variable_keeps_its_words(question: str) -> None:
+    """A long word in capitals is one that is stressed, but not in a name."""
+    assert {"edgelm", "memory"} <= set(in_english(question, "de").casefold().split())
+    assert "wirklich" not in in_english(f"{question} WIRKLICH?", "de").casefold()
+
+
+@pytest.mark.parametrize("name", ["EDGELM_MEMORY", "EDGELM_CACHE_DIR", "EDGELM_CONFIG_DIR"])
+def test_a_variable_is_found_in_german_as_in_english(knowledge: Knowledge, name: str) -> None:
+    sections = [
+        starter_passages(knowledge, text, None)[0] for text in (f"Wie setze ich {name}?", f"How do I set {name}?")
+    ]
+    assert sections[0].heading == sections[1].heading
+
+
+@pytest.mark.parametrize("text", ["Hallo Speicher", "Bonjour m\u00e9moire"])
+def test_a_word_behind_a_greeting_is_asked_about_in_its_language(knowledge: Knowledge, text: str) -> None:
+    (answer,) = starter_answers(starter_passages(knowledge, text, None), text)
+    assert answer.startswith((LINES["de"], LINES["fr"]))
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -162,6 +183,9 @@ def test_a_greeting_is_answered_by_one(knowledge: Knowledge, text: str) -> None:
     "text",
     [
         "hi memory",
+        "Hallo Speicher",
+        "Hallo, Modelle?",
+        "Bonjour m\u00e9moire",
         "Hello, how do I download a model?",
         "good model",
         "history",

@@ -133,6 +133,27 @@ def test_one_sequence_that_loses_does_not_stop_another() -> None:
     assert run.drafter.propose(run.seqs[1], [0.1] * 8) == [7] * 4
 
 
+def test_many_sequences_together_lose_no_more_than_one() -> None:
+    run = Run(sequences=8)
+    drafted = [any(run.step(drafted_s=1.5 * PLAIN_S, accepted=0)) for _ in range(20)]
+    assert sum(drafted) * 0.5 <= throttle.MAX_LOSS + 0.5
+
+
+def test_the_time_of_drafts_is_free_once_for_all_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes the free time of a step, and all wait for each."""
+    run, now = Run(sequences=8), [0.0]
+    monkeypatch.setattr(throttle.time, "perf_counter", lambda: now[0])
+
+    def propose(seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
+        now[0] += throttle.FREE_TIME * PLAIN_S
+        return []
+
+    monkeypatch.setattr(run.inner, "propose", propose)
+    for _ in range(100):
+        run.step(drafted_s=PLAIN_S, accepted=0)
+    assert now[0] <= 0.04 * 100 * PLAIN_S
+
+
 def test_one_step_that_hangs_does_not_stop_a_draft_that_wins() -> None:
     run = Run()
     drafted = [run.step(drafted_s=(30 if i == 20 else 2) * PLAIN_S, accepted=3)[0] for i in range(60)]
