@@ -52,8 +52,8 @@ def offers(
     if not messages:
         questions = [Suggestion(text, text, "" if place else HOW) for place, text in enumerate(EXAMPLES)]
         is_alone = all(name == STARTER for name in listed)
-        name = FIRST_CHAT if is_alone or not better else better
-        return questions if name in listed else [*questions, _pull(name, "Tab gets it")]
+        first = FIRST_CHAT if is_alone or not better else better
+        return questions if first in listed else [*questions, _pull(first, "Tab gets it")]
     last = messages[-1]
     if last.role != "assistant" or last.state != "done":
         return []
