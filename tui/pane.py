@@ -269,6 +269,13 @@ class ChatPane(Vertical):
 
     # The prompt
 
+    @property
+    def unsent(self) -> str:
+        """Return the text of the new message, also while another one is edited."""
+        if self.editing is not None:
+            return self._set_aside[0]
+        return "" if self.prompt.is_shell else self.prompt.text
+
     def begin_edit(self, message: Message) -> None:
         """Put a message into the prompt; sending it makes a new version beside the old one."""
         if self.editing is None:

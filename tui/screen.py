@@ -142,7 +142,7 @@ class ChatScreen(Screen[None]):
             self.workspace, lambda coroutine: self.run_worker(coroutine, group="titles"), self.view.show_title
         )
         self._interrupted = -TWICE_S  # when Ctrl+C was pressed
-        self._unsent: str | None = None  # the text in the prompt; None until something was typed
+        self._has_typed = False  # else the text in the prompt is not loaded yet
         self._unsent_timer: Timer | None = None
         self._shell: Worker[None] | None = None  # the command that was run last
         self._sending: Worker[None] | None = None  # the message that was checked last
@@ -548,8 +548,7 @@ class ChatScreen(Screen[None]):
             self.files.look(self.workspace.session)
         if event.text == "/":
             self._list_offers()
-        is_message = self.pane.editing is None and not self.pane.prompt.is_shell
-        self._unsent = event.text if is_message else ""
+        self._has_typed = True
         if self._unsent_timer is None:
             self._unsent_timer = self.set_timer(UNSENT_S, self._save_typed)
 
@@ -558,9 +557,9 @@ class ChatScreen(Screen[None]):
         self.save_unsent()
 
     def save_unsent(self) -> None:
-        """Save the text in the prompt for the next run."""
-        if self._unsent is not None:
-            self.workspace.remember("draft", self._unsent)
+        """Save the text that is not sent for the next run."""
+        if self._has_typed:
+            self.workspace.remember("draft", self.pane.unsent)
 
     # Pulls
 

@@ -231,7 +231,7 @@ async def test_ways_out_of_the_shell(open_chat: Open) -> None:
         chat.prompt.put("")
         await chat.type("!/bin/ec")
         assert "/new" not in chat.text
-        assert chat.screen._unsent == ""
+        assert chat.screen.pane.unsent == ""
         await chat.press("tab", "escape")
         assert (chat.prompt.text, chat.prompt.is_shell) == ("/bin/ec", False)
 
