@@ -133,7 +133,7 @@ class ChatScreen(Screen[None]):
             lambda text: self.notify(clean(text), markup=False),
             self._complain,
         )
-        self.sidebar, self.pane, self.status = Sidebar(), ChatPane(self.files), StatusLine()
+        self.sidebar, self.pane, self.status = Sidebar(), ChatPane(self.files, self._sent), StatusLine()
         self.pane.suggest = self._suggest
         self.pane.list_also(self._offer_commands)
         self.inspector = InspectorPanel(link, bandwidth)
@@ -299,28 +299,28 @@ class ChatScreen(Screen[None]):
 
     # Messages and answers
 
-    @on(Prompt.Sent)
-    def _sent(self, event: Prompt.Sent) -> None:
+    def _sent(self, typed: str, chosen: Command | None) -> None:
+        """Run the command that a text means, chosen in the list for it or written, or send it as a message."""
         pane = self.pane
-        text = event.text or pane.chosen_offer
-        call = parse_call(text) or (("", "") if event.command is not None else None)
+        text = typed or pane.chosen_offer
+        call = parse_call(text) or (("", "") if chosen is not None else None)
         offer = parse_offer(text, self._toolbox.servers)
-        if event.command is not None and ":" in event.command.name:
-            offer = (event.command.name, offer[1] if offer is not None else "")  # the list knows the whole name
+        if chosen is not None and ":" in chosen.name:
+            offer = (chosen.name, offer[1] if offer is not None else "")  # the list knows the whole name
         if offer is not None:
             pane.prompt.sent.add(text)
             pane.close_commands()
             self._take_offer(*offer)
         elif call is not None:
-            command = event.command or find_command(call[0])
+            command = chosen or find_command(call[0])
             if command is None:
                 self.notify(f"there is no command /{call[0]}; / shows all", severity="warning", markup=False)
-                pane.prompt.give_back(event.text)
+                pane.prompt.give_back(typed)
                 return
             pane.prompt.sent.add(text)
             pane.close_commands()
             self.run_command(command.name, call[1])
-        elif (files := self.files.take(event.files)) or text.strip():
+        elif (files := self.files.take(self.files.items)) or text.strip():
             is_behind = self._sending is not None and not self._sending.is_finished
             if is_behind or self.files.must_check or "://" in text:
                 self._sending = self._check_and_send(text, files, pane.editing, self.workspace.session)

@@ -451,6 +451,51 @@ async def test_what_is_pasted(open_chat: Open, folder: Path) -> None:
         assert chat.prompt.text == "1\n" * 40
 
 
+LOG = "a line of a log\n" * 60
+
+
+@pytest.mark.parametrize(("pasted", "content"), [
+    (LOG, f"pasted text 1:\n```\n{LOG}```\n\nSum up "),
+    ("{folder}/src/notes.md", "src/notes.md:\n```\n# Notes\n```\n\nSum up "),
+    ("/no/such/file", "Sum up /no/such/file"),
+])  # fmt: skip
+async def test_enter_behind_a_paste_in_one_read_sends_it(
+    open_chat: Open, folder: Path, pasted: str, content: str
+) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await at_once(chat, f"Sum up \x1b[200~{pasted.format(folder=folder)}\x1b[201~\r")
+        await chat.until(lambda: len(chat.turns) == 2 and chat.answer is None, "answered")
+        assert last_content(chat) == content
+        assert (names(chat), chat.prompt.text) == ([], "")
+
+
+async def test_a_pasted_path_of_a_dead_disk_is_a_text(
+    open_chat: Open, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end = threading.Event()
+    monkeypatch.setattr("edgelm.tui.pane.WAIT_S", 0.01)
+    monkeypatch.setattr("edgelm.tui.pane.existing_paths", lambda _: may_end.wait() and [])
+    async with open_chat() as chat:
+        await chat.ready()
+        await at_once(chat, "\x1b[200~/mnt/file\x1b[201~ lies where?")
+        await chat.until(lambda: chat.prompt.text == "/mnt/file lies where?", "keys go on")
+    may_end.set()
+
+
+async def test_keys_of_one_read_see_what_those_before_them_did(open_chat: Open, folder: Path) -> None:
+    down = "\x1b[B"
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.type("@src/")
+        await chat.sees("src/adder.py", "src/notes.md")
+        await at_once(chat, f"{down}{down}\r")
+        await has(chat, "src/notes.md")
+        await at_once(chat, "\x7fGo on\r")
+        await chat.until(lambda: len(chat.turns) == 2 and chat.answer is None, "answered")
+        assert last_content(chat) == "Go on", "Backspace took the file off"
+
+
 async def test_a_message_may_be_a_pasted_text_alone(open_chat: Open, folder: Path) -> None:
     async with open_chat() as chat:
         await chat.ready()
