@@ -27,6 +27,7 @@ from edgelm.tui.prompt.attaching import Attaching
 from edgelm.tui.prompt.box import Completion, Prompt
 from edgelm.tui.prompt.file_picker import WAIT_S, FilePicker
 from edgelm.tui.prompt.files_bar import FilesBar
+from edgelm.tui.prompt.outgoing import Outgoing
 from edgelm.tui.prompt.pasted import existing_paths, is_long
 from edgelm.tui.prompt.paths import common_start, suggest_paths
 from edgelm.tui.state_row import StateRow
@@ -402,6 +403,12 @@ class ChatPane(Vertical):
         else:
             text, attachments = self._set_aside
             self._set_aside = (text, (*attachments, output))
+
+    def give_back(self, messages: Sequence[Outgoing]) -> None:
+        """Let messages that are not sent be the one that is being written."""
+        for message in messages:
+            self.files.give_back(message.files)
+        self.prompt.give_back("\n".join(message.typed for message in messages if message.typed))
 
     async def _attach_pasted(self, text: str) -> bool:
         """Attach a long text, or the files whose paths were pasted; return whether it was one of these.

@@ -16,7 +16,7 @@ from edgelm.chats.attached_files import Read, State, read_attachment, state_of
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.folders import MAX_WALK_S, Entry, Walk
 from edgelm.tui.prompt import file_picker
-from edgelm.tui.prompt.attaching import Item
+from edgelm.tui.prompt.outgoing import Outgoing
 from edgelm.tui.terminal_input import InputParser
 from tests.tui.conftest import Driver, Open
 from tests.tui.test_mouse import click
@@ -244,10 +244,10 @@ async def test_messages_are_sent_in_the_order_of_their_enters(
         await chat.ready()
         check = chat.screen.files.check
 
-        async def slow(text: str, *files: list[Item]) -> bool:
-            if text == "One":
+        async def slow(message: Outgoing) -> bool:
+            if message.text == "One":
                 await go_on.wait()
-            return await check(text, *files)
+            return await check(message)
 
         monkeypatch.setattr(chat.screen.files, "check", slow)
         chat.endpoint.stall_after = 1
@@ -261,6 +261,85 @@ async def test_messages_are_sent_in_the_order_of_their_enters(
         await chat.answered()
         assert len(chat.endpoint.requests) == 1
         assert last_content(chat) == f"src/adder.py:\n```\n{CODE}```\n\nOne"
+
+
+async def test_messages_behind_one_that_is_not_sent_come_back_in_their_order(
+    open_chat: Open, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_look = threading.Event()
+
+    def look(attachment: Attachment) -> State:
+        may_look.wait()
+        return state_of(attachment)
+
+    async with open_chat() as chat:
+        await chat.ready()
+        await at_once(chat, "@src/add\tExplain it\r")
+        await chat.until(lambda: len(chat.turns) == 2 and chat.answer is None, "answered")
+        monkeypatch.setattr("edgelm.tui.prompt.attaching.state_of", look)
+        (folder / "src" / "adder.py").write_text(CODE * 2)
+        await at_once(chat, "One\rTwo\rThree\rFour")
+        may_look.set()
+        await chat.until(lambda: chat.prompt.text == "One\nTwo\nThree\nFour", "all are back")
+        await chat.hears("src/adder.py has changed")
+        assert len(chat.turns) == 2
+        chat.endpoint.stall_after = 1
+        await at_once(chat, "\r")
+        await chat.until(lambda: chat.turns[2:3] == [("user", "One\nTwo\nThree\nFour")], "sent all the same")
+        await at_once(chat, "Five\rSix\r")
+        await chat.until(lambda: chat.prompt.text == "Five\nSix", "they cannot be sent during the answer")
+
+
+async def test_a_message_waits_for_none_of_another_chat(open_chat: Open, folder: Path, held: threading.Event) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await at_once(chat, "@src/not\tOne\rSum up https://ferrets.example/\r")
+        await chat.sees("notes.md is read")
+        begun = chat.session
+        await chat.press("ctrl+n")
+        await chat.until(lambda: chat.session is not begun, "another chat")
+        await at_once(chat, "Two\r")
+        await chat.until(lambda: chat.turns[:1] == [("user", "Two")] and chat.answer is None, "answered")
+        held.set()
+        await chat.hears("another chat was opened: the message is not sent")
+        await chat.until(lambda: chat.prompt.text == "One\nSum up https://ferrets.example/", "both are back")
+        await has(chat, "src/notes.md")
+        assert len(chat.app.screen_stack) == 1, "nothing is asked about the page"
+        assert (len(chat.turns), begun.tree.messages) == (2, {})
+
+
+async def test_a_message_goes_to_no_branch_that_was_opened_meanwhile(
+    open_chat: Open, folder: Path, held: threading.Event
+) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.ask("Old")
+        await chat.press("f4")
+        await chat.until(lambda: chat.prompt.text == "Old", "edited")
+        await chat.ask("New")
+        await at_once(chat, "@src/not\tabout the new one\r")
+        await chat.sees("notes.md is read")
+        chat.screen._turn(chat.session.tree.path()[0].id, -1)
+        held.set()
+        await chat.hears("another branch was opened: the message is not sent")
+        await chat.until(lambda: chat.prompt.text == "about the new one", "it is back")
+        assert [text for role, text in chat.turns if role == "user"] == ["Old"]
+        await has(chat, "src/notes.md")
+
+
+async def test_a_message_that_waits_goes_below_what_is_asked_meanwhile(
+    open_chat: Open, folder: Path, held: threading.Event
+) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.ask("One")
+        await at_once(chat, "@src/not\tThree\r")
+        await chat.sees("notes.md is read")
+        chat.screen.send("Two")  # as /help does
+        await chat.until(lambda: len(chat.turns) == 4 and chat.answer is None, "answered")
+        held.set()
+        await chat.until(lambda: len(chat.turns) == 6 and chat.answer is None, "sent")
+        assert [text for role, text in chat.turns if role == "user"] == ["One", "Two", "Three"]
 
 
 async def test_an_edit_that_begins_behind_enter_is_of_its_own_message(
@@ -607,7 +686,7 @@ async def test_a_message_goes_into_no_chat_that_was_opened_meanwhile(
 ) -> None:
     checking, go_on = asyncio.Event(), asyncio.Event()
 
-    async def check(text: str, files: object) -> bool:
+    async def check(message: Outgoing) -> bool:
         checking.set()
         return await go_on.wait()
 

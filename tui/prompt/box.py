@@ -167,9 +167,9 @@ class Prompt(TextArea):
         self.move_cursor(self.document.end)
 
     def give_back(self, text: str) -> None:
-        """Put a text that was taken before what was typed since."""
+        """Put a text that was taken above what was typed since."""
         if text:
-            self.put(text + self.text)
+            self.put(f"{text}\n{self.text}" if self.text else text)
 
     def give_back_command(self, command: str) -> None:
         """Put a command that was not run back, unless something was written since; Up has it then."""
