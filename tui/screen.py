@@ -410,6 +410,7 @@ class ChatScreen(Screen[None]):
         if not message.text.strip() and not self.files.attachments_of(message.files):  # they were taken off
             return False
         self._send(message)
+        self._save_soon()  # its text was saved while it waited
         return True
 
     def send(self, text: str, roots: tuple[str, ...] = ()) -> None:
@@ -546,17 +547,20 @@ class ChatScreen(Screen[None]):
         if event.text == "/":
             self._list_offers()
         self._has_typed = True
-        if self._unsent_timer is None:
-            self._unsent_timer = self.set_timer(UNSENT_S, self._save_typed)
+        self._save_soon()
 
-    def _save_typed(self) -> None:
+    def _save_soon(self) -> None:
+        if self._unsent_timer is None:
+            self._unsent_timer = self.set_timer(UNSENT_S, self._save_in_time)
+
+    def _save_in_time(self) -> None:
         self._unsent_timer = None
         self.save_unsent()
 
     def save_unsent(self) -> None:
-        """Save the text that is not sent for the next run."""
+        """Save the texts that are not sent for the next run: of the messages that wait, and of the prompt."""
         if self._has_typed:
-            self.workspace.remember("draft", self.pane.unsent)
+            self.workspace.remember("draft", "\n".join(filter(None, [*self._outbox.texts, self.pane.unsent])))
 
     # Pulls
 

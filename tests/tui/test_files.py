@@ -15,6 +15,7 @@ from textual import events
 from edgelm.chats.attached_files import Read, State, read_attachment, state_of
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.folders import MAX_WALK_S, Entry, Walk
+from edgelm.chats.store import Store
 from edgelm.tui.prompt import file_picker
 from edgelm.tui.prompt.outgoing import Outgoing
 from edgelm.tui.terminal_input import InputParser
@@ -340,6 +341,25 @@ async def test_a_message_that_waits_goes_below_what_is_asked_meanwhile(
         held.set()
         await chat.until(lambda: len(chat.turns) == 6 and chat.answer is None, "sent")
         assert [text for role, text in chat.turns if role == "user"] == ["One", "Two", "Three"]
+
+
+async def test_messages_that_wait_are_the_draft_of_the_next_run(
+    open_chat: Open, folder: Path, held: threading.Event
+) -> None:
+    def draft(chat: Driver) -> str | None:
+        return chat.screen.workspace.store.read(Store.settings).result(chat.patience_s).get("draft")
+
+    async with open_chat() as chat:
+        await chat.ready()
+        await at_once(chat, "@src/not\tOne\rTwo\rThree")
+        await chat.sees("notes.md is read")
+    async with open_chat() as chat:
+        await chat.until(lambda: chat.prompt.text == "One\nTwo\nThree", "the draft of the last time")
+        await at_once(chat, " @src/not\t\r")
+        await chat.until(lambda: draft(chat) == "One\nTwo\nThree ", "saved while it waits")
+        held.set()
+        await chat.until(lambda: len(chat.turns) == 2 and chat.answer is None, "sent")
+        await chat.until(lambda: draft(chat) == "", "it is no draft any more")
 
 
 async def test_an_edit_that_begins_behind_enter_is_of_its_own_message(
