@@ -61,6 +61,13 @@ async def has(chat: Driver, *expected: str) -> None:
     await chat.until(lambda: names(chat) == list(expected), f"attached: {expected}, not {names(chat)}")
 
 
+async def waits(chat: Driver, *texts: str, typed: str = "") -> None:
+    """Wait until messages wait to be sent, and what was typed behind them is in the prompt."""
+    await chat.until(
+        lambda: (chat.screen._outbox.texts, chat.prompt.text) == (list(texts), typed), f"{texts} wait, then {typed}"
+    )
+
+
 async def paste(chat: Driver, text: str) -> None:
     chat.prompt.post_message(events.Paste(text))
     await chat.pilot.pause()
@@ -203,7 +210,8 @@ async def test_a_message_has_the_files_before_its_enter(open_chat: Open, folder:
     async with open_chat() as chat:
         await chat.ready()
         await at_once(chat, "@src/not\tOne\r@src/add\tTwo")
-        await chat.sees("notes.md is read", "src/adder.py")
+        await chat.sees("notes.md is read", "src/adder.py 11 tokens")
+        await waits(chat, "One", typed="Two")
         held.set()
         await chat.until(lambda: len(chat.turns) == 2 and chat.answer is None, "answered")
         assert last_content(chat) == "src/notes.md:\n```\n# Notes\n```\n\nOne"
@@ -236,9 +244,9 @@ async def test_a_file_that_is_read_while_a_message_is_checked_stays(
         await has(chat, "src/notes.md")
 
 
-@pytest.mark.parametrize("behind", ["", "Two"])
+@pytest.mark.parametrize("behind", [[], ["Two"], ["Two", "Three"]])
 async def test_messages_are_sent_in_the_order_of_their_enters(
-    open_chat: Open, folder: Path, monkeypatch: pytest.MonkeyPatch, behind: str
+    open_chat: Open, folder: Path, monkeypatch: pytest.MonkeyPatch, behind: list[str]
 ) -> None:
     go_on = asyncio.Event()
     async with open_chat() as chat:
@@ -252,12 +260,12 @@ async def test_messages_are_sent_in_the_order_of_their_enters(
 
         monkeypatch.setattr(chat.screen.files, "check", slow)
         chat.endpoint.stall_after = 1
-        await at_once(chat, f"@src/add\tOne\r{behind}\r")
-        await chat.sees("src/adder.py")
+        await at_once(chat, "\r".join(["@src/add\tOne", *behind, ""]))
+        await waits(chat, "One", *behind)
         assert chat.turns == []
         go_on.set()
         await chat.until(lambda: chat.turns[:1] == [("user", "One")], "the first is sent first")
-        await chat.until(lambda: chat.prompt.text == behind, "the second cannot be sent during the answer")
+        await chat.until(lambda: chat.prompt.text == "\n".join(behind), "no other can be sent during the answer")
         await chat.press("escape")
         await chat.answered()
         assert len(chat.endpoint.requests) == 1
@@ -280,22 +288,18 @@ async def test_messages_behind_one_that_is_not_sent_come_back_in_their_order(
         monkeypatch.setattr("edgelm.tui.prompt.attaching.state_of", look)
         (folder / "src" / "adder.py").write_text(CODE * 2)
         await at_once(chat, "One\rTwo\rThree\rFour")
+        await waits(chat, "One", "Two", "Three", typed="Four")
         may_look.set()
         await chat.until(lambda: chat.prompt.text == "One\nTwo\nThree\nFour", "all are back")
         await chat.hears("src/adder.py has changed")
         assert len(chat.turns) == 2
-        chat.endpoint.stall_after = 1
-        await at_once(chat, "\r")
-        await chat.until(lambda: chat.turns[2:3] == [("user", "One\nTwo\nThree\nFour")], "sent all the same")
-        await at_once(chat, "Five\rSix\r")
-        await chat.until(lambda: chat.prompt.text == "Five\nSix", "they cannot be sent during the answer")
 
 
 async def test_a_message_waits_for_none_of_another_chat(open_chat: Open, folder: Path, held: threading.Event) -> None:
     async with open_chat() as chat:
         await chat.ready()
         await at_once(chat, "@src/not\tOne\rSum up https://ferrets.example/\r")
-        await chat.sees("notes.md is read")
+        await waits(chat, "One", "Sum up https://ferrets.example/")
         begun = chat.session
         await chat.press("ctrl+n")
         await chat.until(lambda: chat.session is not begun, "another chat")
@@ -319,7 +323,7 @@ async def test_a_message_goes_to_no_branch_that_was_opened_meanwhile(
         await chat.until(lambda: chat.prompt.text == "Old", "edited")
         await chat.ask("New")
         await at_once(chat, "@src/not\tabout the new one\r")
-        await chat.sees("notes.md is read")
+        await waits(chat, "about the new one")
         chat.screen._turn(chat.session.tree.path()[0].id, -1)
         held.set()
         await chat.hears("another branch was opened: the message is not sent")
@@ -335,7 +339,7 @@ async def test_a_message_that_waits_goes_below_what_is_asked_meanwhile(
         await chat.ready()
         await chat.ask("One")
         await at_once(chat, "@src/not\tThree\r")
-        await chat.sees("notes.md is read")
+        await waits(chat, "Three")
         chat.screen.send("Two")  # as /help does
         await chat.until(lambda: len(chat.turns) == 4 and chat.answer is None, "answered")
         held.set()
@@ -352,7 +356,7 @@ async def test_messages_that_wait_are_the_draft_of_the_next_run(
     async with open_chat() as chat:
         await chat.ready()
         await at_once(chat, "@src/not\tOne\rTwo\rThree")
-        await chat.sees("notes.md is read")
+        await waits(chat, "One", "Two", typed="Three")
     async with open_chat() as chat:
         await chat.until(lambda: chat.prompt.text == "One\nTwo\nThree", "the draft of the last time")
         await at_once(chat, " @src/not\t\r")
@@ -390,7 +394,8 @@ async def test_a_file_behind_an_edited_message_stays(open_chat: Open, folder: Pa
         await chat.press("f4")
         await chat.until(lambda: chat.prompt.text == "Explain it", "edited")
         await at_once(chat, " @src/not\ttwice\r@src/add\twith")
-        await chat.sees("notes.md is read", "src/adder.py")
+        await chat.sees("notes.md is read", "src/adder.py 11 tokens")
+        await waits(chat, "Explain it twice", typed="with")
         held.set()
         await chat.until(lambda: chat.turns[:1] == [("user", "Explain it twice")], "sent")
         await chat.answered()
