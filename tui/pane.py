@@ -7,7 +7,7 @@ Knows nothing of how chats are opened, saved and answered.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from textual import events, on, work
@@ -27,7 +27,7 @@ from edgelm.tui.prompt.attaching import Attaching
 from edgelm.tui.prompt.box import Completion, Prompt
 from edgelm.tui.prompt.file_picker import WAIT_S, FilePicker
 from edgelm.tui.prompt.files_bar import FilesBar
-from edgelm.tui.prompt.outgoing import Outgoing
+from edgelm.tui.prompt.outgoing import Item, Outgoing
 from edgelm.tui.prompt.pasted import existing_paths, is_long
 from edgelm.tui.prompt.paths import common_start, suggest_paths
 from edgelm.tui.state_row import StateRow
@@ -91,7 +91,7 @@ class ChatPane(Vertical):
         self._find_bar = FindBar()
         self.prompt = Prompt()
         self.editing: int | None = None
-        self._set_aside: tuple[str, tuple[Attachment, ...]] = ("", ())  # what was being written when the edit began
+        self._set_aside: tuple[str, tuple[Item, ...]] = ("", ())  # what was being written when the edit began
         self._title = Static(id="title")
         self._completion = Completion()
         self._picker = FilePicker(self.prompt, self._completion, files.add_path, self.run_worker)
@@ -287,10 +287,10 @@ class ChatPane(Vertical):
     def begin_edit(self, message: Message) -> None:
         """Put a message into the prompt; sending it makes a new version beside the old one."""
         if self.editing is None:
-            self._set_aside = (self.prompt.text, self.files.attachments)
+            self._set_aside = (self.prompt.text, self.files.items)
         self.editing = message.id
         self.prompt.leave_shell()
-        self.files.set(message.attachments, message)
+        self.files.set([Item(file.path, file) for file in message.attachments], message)
         self.prompt.put(message.text)
         self.prompt.add_class("-editing")
         self.prompt.border_title = "Edit: Enter sends it as a new branch"
@@ -304,9 +304,9 @@ class ChatPane(Vertical):
         """
         if self.editing is not None:
             self.editing = None
-            text, attachments = self._set_aside
+            text, items = self._set_aside
             self._set_aside = ("", ())
-            self.files.set(attachments, keep=is_sent)
+            self.files.set(items, keep=is_sent)
             self.prompt.put(text + self.prompt.text if is_sent else text)
         self.prompt.remove_class("-editing")
         self.prompt.border_title = ""
@@ -401,14 +401,21 @@ class ChatPane(Vertical):
         if self.editing is None:
             self.files.add(output)
         else:
-            text, attachments = self._set_aside
-            self._set_aside = (text, (*attachments, output))
+            text, items = self._set_aside
+            self._set_aside = (text, (*items, Item("", output)))
 
     def give_back(self, messages: Sequence[Outgoing]) -> None:
-        """Let messages that are not sent be the one that is being written."""
+        """Let messages that are not sent be the one that is written: set aside, if another one is edited by now."""
         for message in messages:
             self.files.give_back(message.files)
-        self.prompt.give_back("\n".join(message.typed for message in messages if message.typed))
+        here = [message for message in messages if self.editing in (None, message.edited)]
+        self.prompt.give_back(_in_lines(message.typed for message in here))
+        text, items = self._set_aside
+        for message in reversed(messages):
+            if message not in here:
+                text = _in_lines((message.typed, text))
+                items = (*self.files.put_aside(message.files), *items)
+        self._set_aside = (text, items)
 
     async def _attach_pasted(self, text: str) -> bool:
         """Attach a long text, or the files whose paths were pasted; return whether it was one of these.
@@ -448,3 +455,7 @@ class ChatPane(Vertical):
             self._completion.show_for(common, suggestions if len(suggestions) > 1 else [])
             self.prompt.completing = len(suggestions) > 1
             self.prompt.put(common)
+
+
+def _in_lines(texts: Iterable[str]) -> str:
+    return "\n".join(filter(None, texts))

@@ -385,6 +385,48 @@ async def test_an_edit_that_begins_behind_enter_is_of_its_own_message(
         assert (chat.prompt.text, names(chat)) == ("", [])
 
 
+@pytest.mark.parametrize("readable", [True, False])
+async def test_a_file_that_is_read_while_another_message_is_edited_comes_back(
+    open_chat: Open, folder: Path, held: threading.Event, readable: bool
+) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.ask("Explain it")
+        await at_once(chat, "@src/add\t@src/not\tCompare ")
+        await chat.until(lambda: len(chat.screen.files.items) == 2 and chat.prompt.text == "Compare ", "attached")
+        await chat.press("f4")
+        await chat.until(lambda: chat.prompt.text == "Explain it", "edited")
+        if not readable:
+            (folder / "src" / "notes.md").unlink()
+            held.set()
+            await chat.hears("notes.md does not exist")
+        await chat.press("escape")
+        held.set()
+        await has(chat, "src/adder.py", *(["src/notes.md"] if readable else []))
+        assert chat.prompt.text == "Compare "
+        await chat.sees(*(["src/notes.md 6 tokens"] if readable else ["src/adder.py 11 tokens"]))
+
+
+async def test_messages_that_come_back_during_an_edit_are_set_aside(
+    open_chat: Open, folder: Path, held: threading.Event
+) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.ask("Explain it")
+        await at_once(chat, "@src/add\t@src/not\tOne\rTwo\rThree")
+        await waits(chat, "One", "Two", typed="Three")
+        await chat.press("f4")
+        await chat.until(lambda: chat.prompt.text == "Explain it", "edited")
+        (folder / "src" / "notes.md").unlink()
+        held.set()
+        await chat.hears("notes.md does not exist")
+        await chat.until(lambda: chat.screen.pane.unsent == "One\nTwo\nThree", "set aside")
+        assert (chat.prompt.text, names(chat)) == ("Explain it", [])
+        await chat.press("escape")
+        await has(chat, "src/adder.py")
+        assert chat.prompt.text == "One\nTwo\nThree"
+
+
 async def test_a_file_behind_an_edited_message_stays(open_chat: Open, folder: Path, held: threading.Event) -> None:
     async with open_chat() as chat:
         await chat.ready()

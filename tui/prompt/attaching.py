@@ -75,15 +75,18 @@ class Attaching:
 
     # What is attached
 
-    def set(self, attachments: Iterable[Attachment], edited: Message | None = None, *, keep: bool = False) -> None:
-        """Replace the files of the message being written; `keep` puts these before them."""
+    def set(self, items: Iterable[Item], edited: Message | None = None, *, keep: bool = False) -> None:
+        """Replace the files of the message being written; `keep` puts these before them.
+
+        Those that were read meanwhile are counted, and those that could not be read are left out.
+        """
         taken = [item for item in self._items if item.is_taken]
         others = self.items if keep else ()
-        self._items = [*taken, *(Item(attachment.path, attachment) for attachment in attachments), *others]
+        self._items = [*taken, *(item for item in items if not item.failed), *others]
         self._edited = edited
         self._show()
         if self._items:
-            self._run(self._measure(()))
+            self._run(self._measure(self.items))
 
     def add_path(self, path: str) -> None:
         """Attach the file or folder at an absolute path; one that is attached already is read again."""
@@ -174,7 +177,7 @@ class Attaching:
             self._size = await context_size(workspace.link, workspace.session, workspace.model)
             self._show()
         for item in items:
-            if (before := item.attachment) is not None and item in self._items:
+            if (before := item.attachment) is not None and not before.tokens and item in self._items:
                 after = await counted(workspace.link, workspace.model, before)
                 if item.attachment is before:
                     item.attachment = after
@@ -248,6 +251,12 @@ class Attaching:
         """Let files be those of the message being written: theirs is not sent."""
         for item in items:
             item.is_taken = False
+
+    def put_aside(self, items: Iterable[Item]) -> list[Item]:
+        """Take files off the bar until `set` puts them back; return those that were on it."""
+        aside = [item for item in items if item in self._items]
+        self.drop(aside)
+        return aside
 
     def drop(self, items: Iterable[Item]) -> None:
         """Take the files of a message that was sent off the bar."""
