@@ -17,7 +17,7 @@ from edgelm.tui.prompt.outgoing import Outgoing
 class Outbox:
     """A queue of messages for each chat. `run` starts a worker.
 
-    `send` returns False for a message that is not sent, or raises EdgeLMError, which `complain` shows.
+    `send` returns False for a message that comes back, or raises EdgeLMError, which `complain` shows.
     """
 
     def __init__(

@@ -393,7 +393,7 @@ class ChatScreen(Screen[None]):
             self.view.add_output(output, chat)
 
     async def _check_and_send(self, message: Outgoing) -> bool:
-        """Send a message when its files are checked; return whether it is sent.
+        """Send a message when its files are checked; return False where it comes back.
 
         Raises EdgeLMError, also where another chat or branch was opened meanwhile.
         """
@@ -407,10 +407,9 @@ class ChatScreen(Screen[None]):
         if not await offer_pages(self._face, message.text, add) or not await self.files.check(message):
             return False
         message.require_place(self.workspace.session)
-        if not message.text.strip() and not self.files.attachments_of(message.files):  # they were taken off
-            return False
-        self._send(message)
-        self._save_soon()  # its text was saved while it waited
+        if message.text.strip() or self.files.attachments_of(message.files):  # or else they were taken off
+            self._send(message)
+            self._save_soon()  # its text was saved while it waited
         return True
 
     def send(self, text: str, roots: tuple[str, ...] = ()) -> None:

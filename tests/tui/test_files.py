@@ -295,6 +295,18 @@ async def test_messages_behind_one_that_is_not_sent_come_back_in_their_order(
         assert len(chat.turns) == 2
 
 
+async def test_a_message_without_anything_left_holds_up_none_behind_it(
+    open_chat: Open, folder: Path, held: threading.Event
+) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await at_once(chat, "@src/not\t\rTwo\r")
+        await waits(chat, "", "Two")
+        chat.screen.files.remove(0)
+        await chat.until(lambda: len(chat.turns) == 2 and chat.answer is None, "answered")
+        assert last_content(chat) == "Two"
+
+
 async def test_a_message_waits_for_none_of_another_chat(open_chat: Open, folder: Path, held: threading.Event) -> None:
     async with open_chat() as chat:
         await chat.ready()

@@ -266,7 +266,7 @@ class Attaching:
     async def check(self, message: Outgoing) -> bool:
         """Wait until the files of a message are read; return False where one cannot be read, which is told.
 
-        Raises RequestError where the user should see something before sending.
+        Raises RequestError where the user should see something before sending, or where it would go elsewhere.
         """
         self._workspace.require_no_answer(message.session)
         items = message.files
@@ -275,6 +275,7 @@ class Attaching:
                 await item.read.wait()
         if any(item.failed for item in items):
             return False
+        message.require_place(self._workspace.session)
         await require_sight(self._workspace.link, self._workspace.model, self.attachments_of(items))
         if await self._look(message.session):
             names = ", ".join(f"{one_line(notice.attachment.name)} {notice.words}" for notice in self._notices)
