@@ -7,7 +7,8 @@ Knows nothing of how chats are opened, saved and answered.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from textual import events, on, work
 from textual.app import ComposeResult
@@ -24,8 +25,9 @@ from edgelm.tui.hints import link
 from edgelm.tui.lines import COLUMN, clean, margin
 from edgelm.tui.prompt.attaching import Attaching
 from edgelm.tui.prompt.box import Completion, Prompt
-from edgelm.tui.prompt.file_picker import FilePicker
+from edgelm.tui.prompt.file_picker import WAIT_S, FilePicker
 from edgelm.tui.prompt.files_bar import FilesBar
+from edgelm.tui.prompt.outgoing import Item, Outgoing
 from edgelm.tui.prompt.pasted import existing_paths, is_long
 from edgelm.tui.prompt.paths import common_start, suggest_paths
 from edgelm.tui.state_row import StateRow
@@ -79,20 +81,26 @@ class ChatPane(Vertical):
     ChatPane #new { width: auto; margin-left: 2; }
     """
 
-    def __init__(self, files: Attaching) -> None:
+    def __init__(self, files: Attaching, send: Callable[[str, Command | None], None]) -> None:
+        """`send` gets each text that Enter took, and the command that is chosen in the list for it."""
         super().__init__(id="chat")
         self.files = files
+        self._send = send
         self.state = StateRow()
         self.transcript = Transcript()
         self._find_bar = FindBar()
         self.prompt = Prompt()
         self.editing: int | None = None
-        self._set_aside: tuple[str, tuple[Attachment, ...]] = ("", ())  # what was being written when the edit began
+        self._set_aside: tuple[str, tuple[Item, ...]] = ("", ())  # what was being written when the edit began
         self._title = Static(id="title")
         self._completion = Completion()
         self._picker = FilePicker(self.prompt, self._completion, files.add_path, self.run_worker)
+        self.prompt.send = self._send_chosen
+        self.prompt.move = self._move
+        self.prompt.complete = self._complete
+        self.prompt.remove_file = files.remove_last
         self.prompt.take_file = self._picker.take
-        self.prompt.files = lambda: files.items
+        self.prompt.attach = self._attach_pasted
         self._show_reasoning = False
         self._live: LiveView | None = None
         self.suggest: Callable[[str], list[Suggestion]] = suggest_paths  # what Tab may complete; called on a thread
@@ -269,13 +277,20 @@ class ChatPane(Vertical):
 
     # The prompt
 
+    @property
+    def unsent(self) -> str:
+        """Return the text of the new message, also while another one is edited."""
+        if self.editing is not None:
+            return self._set_aside[0]
+        return "" if self.prompt.is_shell else self.prompt.text
+
     def begin_edit(self, message: Message) -> None:
         """Put a message into the prompt; sending it makes a new version beside the old one."""
         if self.editing is None:
-            self._set_aside = (self.prompt.text, self.files.attachments)
+            self._set_aside = (self.prompt.text, self.files.items)
         self.editing = message.id
         self.prompt.leave_shell()
-        self.files.set(message.attachments, message)
+        self.files.set([Item(file.path, file) for file in message.attachments], message)
         self.prompt.put(message.text)
         self.prompt.add_class("-editing")
         self.prompt.border_title = "Edit: Enter sends it as a new branch"
@@ -289,23 +304,22 @@ class ChatPane(Vertical):
         """
         if self.editing is not None:
             self.editing = None
-            text, attachments = self._set_aside
+            text, items = self._set_aside
             self._set_aside = ("", ())
-            self.files.set(attachments, keep=is_sent)
+            self.files.set(items, keep=is_sent)
             self.prompt.put(text + self.prompt.text if is_sent else text)
         self.prompt.remove_class("-editing")
         self.prompt.border_title = ""
         self.prompt.refresh_bindings()
 
-    @on(Prompt.Sent)
-    def _note_command(self, event: Prompt.Sent) -> None:
-        """Keep the chosen command, before the list follows the prompt, which is empty by now."""
-        if not event.text.startswith("/"):
-            return
-        if event.text != "/":  # names no command: only a list that is open has one for it
-            self._completion.update(event.text)  # keys may be faster than the list
-        chosen = self._completion.chosen
-        event.command = chosen.command if chosen is not None else None
+    def _send_chosen(self, text: str) -> None:
+        """Send a text with the chosen command, before the list follows the prompt, which is empty by now."""
+        chosen = None
+        if text.startswith("/"):
+            if text != "/":  # names no command: only a list that is open has one for it
+                self._completion.update(text)  # keys may be faster than the list
+            chosen = self._completion.chosen
+        self._send(text, chosen.command if chosen is not None else None)
 
     def close_commands(self) -> bool:
         """Hide the list of commands; return whether it was open."""
@@ -324,9 +338,8 @@ class ChatPane(Vertical):
         self._completion.update("!" if self.prompt.is_shell else event.text)
         self._note_completion()
 
-    @on(Prompt.Moved)
-    def _moved(self, event: Prompt.Moved) -> None:
-        self._completion.move(event.by)
+    def _move(self, by: int) -> None:
+        self._completion.move(by)
         self._note_completion()
 
     def list_also(self, more: Callable[[], Sequence[Command]]) -> None:
@@ -361,14 +374,13 @@ class ChatPane(Vertical):
         if self.prompt.picking:
             self._picker.click(event.suggestion)
         elif self._completion.is_offering:
-            self.post_message(Prompt.Sent(event.suggestion.text, self.files.items))
+            self._send_chosen(event.suggestion.text)
         else:
             self.prompt.put(event.suggestion.text)
 
-    @on(Prompt.TabPressed)
     def _complete(self) -> None:
         if command := self._completion.offered_command:
-            self.post_message(Prompt.Sent(command))  # from here: of the prompt's own, Textual would tell nobody else
+            self._send_chosen(command)
         elif self._completion.chosen is not None:
             self.prompt.put(self._completion.chosen.text)
         else:
@@ -389,28 +401,36 @@ class ChatPane(Vertical):
         if self.editing is None:
             self.files.add(output)
         else:
-            text, attachments = self._set_aside
-            self._set_aside = (text, (*attachments, output))
+            text, items = self._set_aside
+            self._set_aside = (text, (*items, Item("", output)))
 
-    @on(Prompt.Emptied)
-    def _prompt_emptied(self) -> None:
-        self.files.remove_last()
+    def give_back(self, messages: Sequence[Outgoing]) -> None:
+        """Let messages that are not sent be the one that is written: set aside, if another one is edited by now."""
+        for message in messages:
+            self.files.give_back(message.files)
+        here = [message for message in messages if self.editing in (None, message.edited)]
+        self.prompt.give_back(_in_lines(message.typed for message in here))
+        text, items = self._set_aside
+        for message in reversed(messages):
+            if message not in here:
+                text = _in_lines((message.typed, text))
+                items = (*self.files.put_aside(message.files), *items)
+        self._set_aside = (text, items)
 
-    @on(Prompt.Pasted)
-    def _pasted(self, event: Prompt.Pasted) -> None:
-        if is_long(event.text):
-            self.files.add_text(event.text)
-        else:
-            self._attach_pasted(event.text)
+    async def _attach_pasted(self, text: str) -> bool:
+        """Attach a long text, or the files whose paths were pasted; return whether it was one of these.
 
-    @work(group="paths")
-    async def _attach_pasted(self, text: str) -> None:
-        """Attach the files whose paths were pasted; put another text into the prompt."""
-        paths = await in_daemon_thread(lambda: existing_paths(text))
+        The prompt reads its next key behind it: Enter may come in the same read.
+        """
+        if is_long(text):
+            self.files.add_text(text)
+            return True
+        paths: list[str] = []
+        with suppress(TimeoutError):
+            paths = await asyncio.wait_for(in_daemon_thread(lambda: existing_paths(text)), WAIT_S)
         for path in paths:
             self.files.add_path(path)
-        if not paths:
-            self.prompt.insert(text)
+        return bool(paths)
 
     @on(FilesBar.Removed)
     def _file_removed(self, event: FilesBar.Removed) -> None:
@@ -435,3 +455,7 @@ class ChatPane(Vertical):
             self._completion.show_for(common, suggestions if len(suggestions) > 1 else [])
             self.prompt.completing = len(suggestions) > 1
             self.prompt.put(common)
+
+
+def _in_lines(texts: Iterable[str]) -> str:
+    return "\n".join(filter(None, texts))

@@ -45,9 +45,11 @@ from edgelm.tui.commands.table import GLOBAL_KEYS, Command, Suggestion, find_com
 from edgelm.tui.dialogs.stats_text import figure_lines
 from edgelm.tui.inspector.panel import InspectorPanel
 from edgelm.tui.lines import clean, short_name
+from edgelm.tui.outbox import Outbox
 from edgelm.tui.pane import ChatPane
-from edgelm.tui.prompt.attaching import Attaching, Item
+from edgelm.tui.prompt.attaching import Attaching
 from edgelm.tui.prompt.box import Prompt
+from edgelm.tui.prompt.outgoing import Item, Outgoing
 from edgelm.tui.prompt.paths import suggest_paths
 from edgelm.tui.pulls import Pull, Pulls
 from edgelm.tui.screen_view import ScreenView
@@ -133,20 +135,24 @@ class ChatScreen(Screen[None]):
             lambda text: self.notify(clean(text), markup=False),
             self._complain,
         )
-        self.sidebar, self.pane, self.status = Sidebar(), ChatPane(self.files), StatusLine()
+        self.sidebar, self.pane, self.status = Sidebar(), ChatPane(self.files, self._sent), StatusLine()
         self.pane.suggest = self._suggest
         self.pane.list_also(self._offer_commands)
         self.inspector = InspectorPanel(link, bandwidth)
         self.view = ScreenView(self, self.workspace, self.pane, self.sidebar, self.status, self.inspector)
+        self._outbox = Outbox(
+            self._check_and_send,
+            self.pane.give_back,
+            self._complain,
+            lambda coroutine: self.run_worker(coroutine, group="send"),
+        )
         self._titles = Titles(
             self.workspace, lambda coroutine: self.run_worker(coroutine, group="titles"), self.view.show_title
         )
         self._interrupted = -TWICE_S  # when Ctrl+C was pressed
-        self._unsent: str | None = None  # the text in the prompt; None until something was typed
+        self._has_typed = False  # else the text in the prompt is not loaded yet
         self._unsent_timer: Timer | None = None
         self._shell: Worker[None] | None = None  # the command that was run last
-        self._sending: Worker[None] | None = None  # the message that was checked last
-        self._turn_to_send = asyncio.Lock()
         self.begun: Worker[None] | None = None  # a command of a key, before the next key
 
     def compose(self) -> ComposeResult:
@@ -299,36 +305,37 @@ class ChatScreen(Screen[None]):
 
     # Messages and answers
 
-    @on(Prompt.Sent)
-    def _sent(self, event: Prompt.Sent) -> None:
+    def _sent(self, typed: str, chosen: Command | None) -> None:
+        """Run the command that a text means, chosen in the list for it or written, or send it as a message."""
         pane = self.pane
-        text = event.text or pane.chosen_offer
-        call = parse_call(text) or (("", "") if event.command is not None else None)
+        text = typed or pane.chosen_offer
+        call = parse_call(text) or (("", "") if chosen is not None else None)
         offer = parse_offer(text, self._toolbox.servers)
-        if event.command is not None and ":" in event.command.name:
-            offer = (event.command.name, offer[1] if offer is not None else "")  # the list knows the whole name
+        if chosen is not None and ":" in chosen.name:
+            offer = (chosen.name, offer[1] if offer is not None else "")  # the list knows the whole name
         if offer is not None:
             pane.prompt.sent.add(text)
             pane.close_commands()
             self._take_offer(*offer)
         elif call is not None:
-            command = event.command or find_command(call[0])
+            command = chosen or find_command(call[0])
             if command is None:
                 self.notify(f"there is no command /{call[0]}; / shows all", severity="warning", markup=False)
-                pane.prompt.give_back(event.text)
+                pane.prompt.give_back(typed)
                 return
             pane.prompt.sent.add(text)
             pane.close_commands()
             self.run_command(command.name, call[1])
-        elif (files := self.files.take(event.files)) or text.strip():
-            is_behind = self._sending is not None and not self._sending.is_finished
-            if is_behind or self.files.must_check or "://" in text:
-                self._sending = self._check_and_send(text, files, pane.editing, self.workspace.session)
+        elif self.files.items or text.strip():
+            session = self.workspace.session
+            message = Outgoing(text, self.files.take(), session, session.tree.leaf, pane.editing)
+            if self._outbox.has_messages(session) or self.files.must_check or "://" in text:
+                self._outbox.add(message)
                 return
             try:
-                self._send(_message(text), pane.editing)
+                self._send(message)
             except RequestError as error:
-                pane.prompt.give_back(text)
+                pane.give_back((message,))
                 self.view.complain(error)
         else:
             pane.prompt.give_back(text)
@@ -385,35 +392,24 @@ class ChatScreen(Screen[None]):
         else:
             self.view.add_output(output, chat)
 
-    @work(group="send")
-    async def _check_and_send(self, typed: str, files: list[Item], editing: int | None, session: Session) -> None:
-        """Send a message when those before it and its files are checked. One that is not sent comes back."""
-        async with self._turn_to_send:
-            try:
-                is_sent = await self._send_checked(typed, files, editing, session)
-            except EdgeLMError as error:
-                is_sent = False
-                self.view.complain(error)
-            if not is_sent:
-                self.files.give_back(files)
-                self.pane.prompt.give_back(typed)
+    async def _check_and_send(self, message: Outgoing) -> bool:
+        """Send a message when its files are checked; return False where it comes back.
 
-    async def _send_checked(self, typed: str, files: list[Item], editing: int | None, session: Session) -> bool:
-        """Return whether the message is sent: not where another chat was opened meanwhile."""
+        Raises EdgeLMError, also where another chat or branch was opened meanwhile.
+        """
         from edgelm.tui.commands.messages import offer_pages  # after the first paint
 
         async def add(page: Attachment) -> None:
-            files.extend(self.files.take((self.files.add(page),)))
+            item = self.files.add(page)
+            item.is_taken = True
+            message.files.append(item)
 
-        text = _message(typed)
-        if not await offer_pages(self._face, text, add) or not await self.files.check(text, files):
+        if not await offer_pages(self._face, message.text, add) or not await self.files.check(message):
             return False
-        if session is not self.workspace.session:
-            self.notify("another chat was opened: the message is not sent", severity="warning")
-            return False
-        if not text.strip() and not self.files.attachments_of(files):  # they were taken off
-            return False
-        self._send(text, editing, files)
+        message.require_place(self.workspace.session)
+        if message.text.strip() or self.files.attachments_of(message.files):  # or else they were taken off
+            self._send(message)
+            self._save_soon()  # its text was saved while it waited
         return True
 
     def send(self, text: str, roots: tuple[str, ...] = ()) -> None:
@@ -425,10 +421,11 @@ class ChatScreen(Screen[None]):
         self.workspace.send(text, editing, roots)
         self._note_sent(text, editing, self.files.items if editing is not None else ())
 
-    def _send(self, text: str, editing: int | None, files: Sequence[Item] = ()) -> None:
-        """Send a message, as a new version of another one if `editing` is one's id. Raises RequestError."""
-        self.workspace.send(text, editing, attachments=self.files.attachments_of(files))
-        self._note_sent(text, editing, files)
+    def _send(self, message: Outgoing) -> None:
+        """Send a message that may be sent. Raises RequestError."""
+        attachments = self.files.attachments_of(message.files)
+        self.workspace.send(message.text, message.edited, attachments=attachments)
+        self._note_sent(message.text, message.edited, message.files)
 
     def _note_sent(self, text: str, editing: int | None, files: Sequence[Item]) -> None:
         """Show a message that was sent; its files, and those of its old version, leave the bar."""
@@ -548,19 +545,21 @@ class ChatScreen(Screen[None]):
             self.files.look(self.workspace.session)
         if event.text == "/":
             self._list_offers()
-        is_message = self.pane.editing is None and not self.pane.prompt.is_shell
-        self._unsent = event.text if is_message else ""
-        if self._unsent_timer is None:
-            self._unsent_timer = self.set_timer(UNSENT_S, self._save_typed)
+        self._has_typed = True
+        self._save_soon()
 
-    def _save_typed(self) -> None:
+    def _save_soon(self) -> None:
+        if self._unsent_timer is None:
+            self._unsent_timer = self.set_timer(UNSENT_S, self._save_in_time)
+
+    def _save_in_time(self) -> None:
         self._unsent_timer = None
         self.save_unsent()
 
     def save_unsent(self) -> None:
-        """Save the text in the prompt for the next run."""
-        if self._unsent is not None:
-            self.workspace.remember("draft", self._unsent)
+        """Save the texts that are not sent for the next run: of the messages that wait, and of the prompt."""
+        if self._has_typed:
+            self.workspace.remember("draft", "\n".join(filter(None, [*self._outbox.texts, self.pane.unsent])))
 
     # Pulls
 
@@ -648,11 +647,6 @@ class ChatScreen(Screen[None]):
 
     def action_toggle_reasoning(self) -> None:
         self.pane.toggle_reasoning()
-
-
-def _message(typed: str) -> str:
-    """Return the message that a text in the prompt means: // begins one with a slash."""
-    return typed.removeprefix("/") if typed.startswith("//") else typed
 
 
 def _has_shell() -> bool:

@@ -340,9 +340,9 @@ class Workspace:
         if session.chat.id != self.session.chat.id:
             raise RequestError("another chat was opened meanwhile: nothing is put into it", "ask for it again")
 
-    def require_no_answer(self) -> None:
-        """Raise RequestError while an answer is written in the open chat."""
-        if self.answer is not None:
+    def require_no_answer(self, session: Session | None = None) -> None:
+        """Raise RequestError while an answer is written in a chat, or in the open one."""
+        if self.answers.of_chat((session or self.session).chat.id) is not None:
             raise RequestError("an answer is being written", "Esc stops it")
 
     def send(

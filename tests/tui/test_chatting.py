@@ -112,6 +112,16 @@ async def test_a_message_that_was_set_aside_for_an_edit_comes_back(open_chat: Op
         assert chat.prompt.text == "later"
 
 
+async def test_a_message_that_was_set_aside_for_an_edit_is_the_draft_of_the_next_run(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.ask("first")
+        await chat.type("later")
+        await chat.press("f4")
+        await chat.until(lambda: chat.prompt.text == "first", "edited")
+    async with open_chat() as chat:
+        await chat.until(lambda: chat.prompt.text == "later", "the draft of the last time")
+
+
 async def test_nothing_is_sent_without_text(open_chat: Open) -> None:
     async with open_chat() as chat:
         await chat.press("enter", "space", "ctrl+j", "enter")

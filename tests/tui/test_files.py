@@ -15,8 +15,9 @@ from textual import events
 from edgelm.chats.attached_files import Read, State, read_attachment, state_of
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.folders import MAX_WALK_S, Entry, Walk
+from edgelm.chats.store import Store
 from edgelm.tui.prompt import file_picker
-from edgelm.tui.prompt.attaching import Item
+from edgelm.tui.prompt.outgoing import Outgoing
 from edgelm.tui.terminal_input import InputParser
 from tests.tui.conftest import Driver, Open
 from tests.tui.test_mouse import click
@@ -58,6 +59,13 @@ async def pick(chat: Driver, typed: str, *keys: str) -> None:
 
 async def has(chat: Driver, *expected: str) -> None:
     await chat.until(lambda: names(chat) == list(expected), f"attached: {expected}, not {names(chat)}")
+
+
+async def waits(chat: Driver, *texts: str, typed: str = "") -> None:
+    """Wait until messages wait to be sent, and what was typed behind them is in the prompt."""
+    await chat.until(
+        lambda: (chat.screen._outbox.texts, chat.prompt.text) == (list(texts), typed), f"{texts} wait, then {typed}"
+    )
 
 
 async def paste(chat: Driver, text: str) -> None:
@@ -202,7 +210,8 @@ async def test_a_message_has_the_files_before_its_enter(open_chat: Open, folder:
     async with open_chat() as chat:
         await chat.ready()
         await at_once(chat, "@src/not\tOne\r@src/add\tTwo")
-        await chat.sees("notes.md is read", "src/adder.py")
+        await chat.sees("notes.md is read", "src/adder.py 11 tokens")
+        await waits(chat, "One", typed="Two")
         held.set()
         await chat.until(lambda: len(chat.turns) == 2 and chat.answer is None, "answered")
         assert last_content(chat) == "src/notes.md:\n```\n# Notes\n```\n\nOne"
@@ -235,32 +244,138 @@ async def test_a_file_that_is_read_while_a_message_is_checked_stays(
         await has(chat, "src/notes.md")
 
 
-@pytest.mark.parametrize("behind", ["", "Two"])
+@pytest.mark.parametrize("behind", [[], ["Two"], ["Two", "Three"]])
 async def test_messages_are_sent_in_the_order_of_their_enters(
-    open_chat: Open, folder: Path, monkeypatch: pytest.MonkeyPatch, behind: str
+    open_chat: Open, folder: Path, monkeypatch: pytest.MonkeyPatch, behind: list[str]
 ) -> None:
     go_on = asyncio.Event()
     async with open_chat() as chat:
         await chat.ready()
         check = chat.screen.files.check
 
-        async def slow(text: str, *files: list[Item]) -> bool:
-            if text == "One":
+        async def slow(message: Outgoing) -> bool:
+            if message.text == "One":
                 await go_on.wait()
-            return await check(text, *files)
+            return await check(message)
 
         monkeypatch.setattr(chat.screen.files, "check", slow)
         chat.endpoint.stall_after = 1
-        await at_once(chat, f"@src/add\tOne\r{behind}\r")
-        await chat.sees("src/adder.py")
+        await at_once(chat, "\r".join(["@src/add\tOne", *behind, ""]))
+        await waits(chat, "One", *behind)
         assert chat.turns == []
         go_on.set()
         await chat.until(lambda: chat.turns[:1] == [("user", "One")], "the first is sent first")
-        await chat.until(lambda: chat.prompt.text == behind, "the second cannot be sent during the answer")
+        await chat.until(lambda: chat.prompt.text == "\n".join(behind), "no other can be sent during the answer")
         await chat.press("escape")
         await chat.answered()
         assert len(chat.endpoint.requests) == 1
         assert last_content(chat) == f"src/adder.py:\n```\n{CODE}```\n\nOne"
+
+
+async def test_messages_behind_one_that_is_not_sent_come_back_in_their_order(
+    open_chat: Open, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_look = threading.Event()
+
+    def look(attachment: Attachment) -> State:
+        may_look.wait()
+        return state_of(attachment)
+
+    async with open_chat() as chat:
+        await chat.ready()
+        await at_once(chat, "@src/add\tExplain it\r")
+        await chat.until(lambda: len(chat.turns) == 2 and chat.answer is None, "answered")
+        monkeypatch.setattr("edgelm.tui.prompt.attaching.state_of", look)
+        (folder / "src" / "adder.py").write_text(CODE * 2)
+        await at_once(chat, "One\rTwo\rThree\rFour")
+        await waits(chat, "One", "Two", "Three", typed="Four")
+        may_look.set()
+        await chat.until(lambda: chat.prompt.text == "One\nTwo\nThree\nFour", "all are back")
+        await chat.hears("src/adder.py has changed")
+        assert len(chat.turns) == 2
+
+
+async def test_a_message_without_anything_left_holds_up_none_behind_it(
+    open_chat: Open, folder: Path, held: threading.Event
+) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await at_once(chat, "@src/not\t\rTwo\r")
+        await waits(chat, "", "Two")
+        chat.screen.files.remove(0)
+        await chat.until(lambda: len(chat.turns) == 2 and chat.answer is None, "answered")
+        assert last_content(chat) == "Two"
+
+
+async def test_a_message_waits_for_none_of_another_chat(open_chat: Open, folder: Path, held: threading.Event) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await at_once(chat, "@src/not\tOne\rSum up https://ferrets.example/\r")
+        await waits(chat, "One", "Sum up https://ferrets.example/")
+        begun = chat.session
+        await chat.press("ctrl+n")
+        await chat.until(lambda: chat.session is not begun, "another chat")
+        await at_once(chat, "Two\r")
+        await chat.until(lambda: chat.turns[:1] == [("user", "Two")] and chat.answer is None, "answered")
+        held.set()
+        await chat.hears("another chat was opened: the message is not sent")
+        await chat.until(lambda: chat.prompt.text == "One\nSum up https://ferrets.example/", "both are back")
+        await has(chat, "src/notes.md")
+        assert len(chat.app.screen_stack) == 1, "nothing is asked about the page"
+        assert (len(chat.turns), begun.tree.messages) == (2, {})
+
+
+async def test_a_message_goes_to_no_branch_that_was_opened_meanwhile(
+    open_chat: Open, folder: Path, held: threading.Event
+) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.ask("Old")
+        await chat.press("f4")
+        await chat.until(lambda: chat.prompt.text == "Old", "edited")
+        await chat.ask("New")
+        await at_once(chat, "@src/not\tabout the new one\r")
+        await waits(chat, "about the new one")
+        chat.screen._turn(chat.session.tree.path()[0].id, -1)
+        held.set()
+        await chat.hears("another branch was opened: the message is not sent")
+        await chat.until(lambda: chat.prompt.text == "about the new one", "it is back")
+        assert [text for role, text in chat.turns if role == "user"] == ["Old"]
+        await has(chat, "src/notes.md")
+
+
+async def test_a_message_that_waits_goes_below_what_is_asked_meanwhile(
+    open_chat: Open, folder: Path, held: threading.Event
+) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.ask("One")
+        await at_once(chat, "@src/not\tThree\r")
+        await waits(chat, "Three")
+        chat.screen.send("Two")  # as /help does
+        await chat.until(lambda: len(chat.turns) == 4 and chat.answer is None, "answered")
+        held.set()
+        await chat.until(lambda: len(chat.turns) == 6 and chat.answer is None, "sent")
+        assert [text for role, text in chat.turns if role == "user"] == ["One", "Two", "Three"]
+
+
+async def test_messages_that_wait_are_the_draft_of_the_next_run(
+    open_chat: Open, folder: Path, held: threading.Event
+) -> None:
+    def draft(chat: Driver) -> str | None:
+        return chat.screen.workspace.store.read(Store.settings).result(chat.patience_s).get("draft")
+
+    async with open_chat() as chat:
+        await chat.ready()
+        await at_once(chat, "@src/not\tOne\rTwo\rThree")
+        await waits(chat, "One", "Two", typed="Three")
+    async with open_chat() as chat:
+        await chat.until(lambda: chat.prompt.text == "One\nTwo\nThree", "the draft of the last time")
+        await at_once(chat, " @src/not\t\r")
+        await chat.until(lambda: draft(chat) == "One\nTwo\nThree ", "saved while it waits")
+        held.set()
+        await chat.until(lambda: len(chat.turns) == 2 and chat.answer is None, "sent")
+        await chat.until(lambda: draft(chat) == "", "it is no draft any more")
 
 
 async def test_an_edit_that_begins_behind_enter_is_of_its_own_message(
@@ -282,6 +397,48 @@ async def test_an_edit_that_begins_behind_enter_is_of_its_own_message(
         assert (chat.prompt.text, names(chat)) == ("", [])
 
 
+@pytest.mark.parametrize("readable", [True, False])
+async def test_a_file_that_is_read_while_another_message_is_edited_comes_back(
+    open_chat: Open, folder: Path, held: threading.Event, readable: bool
+) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.ask("Explain it")
+        await at_once(chat, "@src/add\t@src/not\tCompare ")
+        await chat.until(lambda: len(chat.screen.files.items) == 2 and chat.prompt.text == "Compare ", "attached")
+        await chat.press("f4")
+        await chat.until(lambda: chat.prompt.text == "Explain it", "edited")
+        if not readable:
+            (folder / "src" / "notes.md").unlink()
+            held.set()
+            await chat.hears("notes.md does not exist")
+        await chat.press("escape")
+        held.set()
+        await has(chat, "src/adder.py", *(["src/notes.md"] if readable else []))
+        assert chat.prompt.text == "Compare "
+        await chat.sees(*(["src/notes.md 6 tokens"] if readable else ["src/adder.py 11 tokens"]))
+
+
+async def test_messages_that_come_back_during_an_edit_are_set_aside(
+    open_chat: Open, folder: Path, held: threading.Event
+) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.ask("Explain it")
+        await at_once(chat, "@src/add\t@src/not\tOne\rTwo\rThree")
+        await waits(chat, "One", "Two", typed="Three")
+        await chat.press("f4")
+        await chat.until(lambda: chat.prompt.text == "Explain it", "edited")
+        (folder / "src" / "notes.md").unlink()
+        held.set()
+        await chat.hears("notes.md does not exist")
+        await chat.until(lambda: chat.screen.pane.unsent == "One\nTwo\nThree", "set aside")
+        assert (chat.prompt.text, names(chat)) == ("Explain it", [])
+        await chat.press("escape")
+        await has(chat, "src/adder.py")
+        assert chat.prompt.text == "One\nTwo\nThree"
+
+
 async def test_a_file_behind_an_edited_message_stays(open_chat: Open, folder: Path, held: threading.Event) -> None:
     async with open_chat() as chat:
         await chat.ready()
@@ -291,7 +448,8 @@ async def test_a_file_behind_an_edited_message_stays(open_chat: Open, folder: Pa
         await chat.press("f4")
         await chat.until(lambda: chat.prompt.text == "Explain it", "edited")
         await at_once(chat, " @src/not\ttwice\r@src/add\twith")
-        await chat.sees("notes.md is read", "src/adder.py")
+        await chat.sees("notes.md is read", "src/adder.py 11 tokens")
+        await waits(chat, "Explain it twice", typed="with")
         held.set()
         await chat.until(lambda: chat.turns[:1] == [("user", "Explain it twice")], "sent")
         await chat.answered()
@@ -451,6 +609,51 @@ async def test_what_is_pasted(open_chat: Open, folder: Path) -> None:
         assert chat.prompt.text == "1\n" * 40
 
 
+LOG = "a line of a log\n" * 60
+
+
+@pytest.mark.parametrize(("pasted", "content"), [
+    (LOG, f"pasted text 1:\n```\n{LOG}```\n\nSum up "),
+    ("{folder}/src/notes.md", "src/notes.md:\n```\n# Notes\n```\n\nSum up "),
+    ("/no/such/file", "Sum up /no/such/file"),
+])  # fmt: skip
+async def test_enter_behind_a_paste_in_one_read_sends_it(
+    open_chat: Open, folder: Path, pasted: str, content: str
+) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await at_once(chat, f"Sum up \x1b[200~{pasted.format(folder=folder)}\x1b[201~\r")
+        await chat.until(lambda: len(chat.turns) == 2 and chat.answer is None, "answered")
+        assert last_content(chat) == content
+        assert (names(chat), chat.prompt.text) == ([], "")
+
+
+async def test_a_pasted_path_of_a_dead_disk_is_a_text(
+    open_chat: Open, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end = threading.Event()
+    monkeypatch.setattr("edgelm.tui.pane.WAIT_S", 0.01)
+    monkeypatch.setattr("edgelm.tui.pane.existing_paths", lambda _: may_end.wait() and [])
+    async with open_chat() as chat:
+        await chat.ready()
+        await at_once(chat, "\x1b[200~/mnt/file\x1b[201~ lies where?")
+        await chat.until(lambda: chat.prompt.text == "/mnt/file lies where?", "keys go on")
+    may_end.set()
+
+
+async def test_keys_of_one_read_see_what_those_before_them_did(open_chat: Open, folder: Path) -> None:
+    down = "\x1b[B"
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.type("@src/")
+        await chat.sees("src/adder.py", "src/notes.md")
+        await at_once(chat, f"{down}{down}\r")
+        await has(chat, "src/notes.md")
+        await at_once(chat, "\x7fGo on\r")
+        await chat.until(lambda: len(chat.turns) == 2 and chat.answer is None, "answered")
+        assert last_content(chat) == "Go on", "Backspace took the file off"
+
+
 async def test_a_message_may_be_a_pasted_text_alone(open_chat: Open, folder: Path) -> None:
     async with open_chat() as chat:
         await chat.ready()
@@ -562,7 +765,7 @@ async def test_a_message_goes_into_no_chat_that_was_opened_meanwhile(
 ) -> None:
     checking, go_on = asyncio.Event(), asyncio.Event()
 
-    async def check(text: str, files: object) -> bool:
+    async def check(message: Outgoing) -> bool:
         checking.set()
         return await go_on.wait()
 

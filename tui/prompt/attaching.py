@@ -6,9 +6,8 @@ sending. Knows nothing of keys and of how a file is chosen.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,23 +20,13 @@ from edgelm.chats.history import Message
 from edgelm.client.session import Session, on_disk
 from edgelm.library.progress import size_text
 from edgelm.tui.prompt.files_bar import Chip, FilesBar, Use
+from edgelm.tui.prompt.outgoing import Item, Outgoing
 from edgelm.tui.prompt.room import Room, context_size, counted, require_sight, room
 from edgelm.tui.transcript.attachment_rows import tokens_words
 from edgelm.tui.transcript.passages import one_line
 from edgelm.tui.workspace import Workspace
 
 Run = Callable[[Coroutine[Any, Any, None]], object]
-
-
-@dataclass(eq=False, slots=True)
-class Item:
-    """A file on the bar; `attachment` is None while it is read."""
-
-    path: str
-    attachment: Attachment | None = None
-    is_taken: bool = False  # by a message that is sent as soon as its files are read
-    failed: bool = False  # it cannot be read
-    read: asyncio.Event = field(default_factory=asyncio.Event)  # or failed, or taken off
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +75,18 @@ class Attaching:
 
     # What is attached
 
-    def set(self, attachments: Iterable[Attachment], edited: Message | None = None, *, keep: bool = False) -> None:
-        """Replace the files of the message being written; `keep` puts these before them."""
+    def set(self, items: Iterable[Item], edited: Message | None = None, *, keep: bool = False) -> None:
+        """Replace the files of the message being written; `keep` puts these before them.
+
+        Those that were read meanwhile are counted, and those that could not be read are left out.
+        """
         taken = [item for item in self._items if item.is_taken]
         others = self.items if keep else ()
-        self._items = [*taken, *(Item(attachment.path, attachment) for attachment in attachments), *others]
+        self._items = [*taken, *(item for item in items if not item.failed), *others]
         self._edited = edited
         self._show()
         if self._items:
-            self._run(self._measure(()))
+            self._run(self._measure(self.items))
 
     def add_path(self, path: str) -> None:
         """Attach the file or folder at an absolute path; one that is attached already is read again."""
@@ -185,7 +177,7 @@ class Attaching:
             self._size = await context_size(workspace.link, workspace.session, workspace.model)
             self._show()
         for item in items:
-            if (before := item.attachment) is not None and item in self._items:
+            if (before := item.attachment) is not None and not before.tokens and item in self._items:
                 after = await counted(workspace.link, workspace.model, before)
                 if item.attachment is before:
                     item.attachment = after
@@ -194,16 +186,16 @@ class Attaching:
 
     # The bar
 
-    def room(self, items: Iterable[Item], text: str = "") -> Room | None:
+    def _room(self, session: Session, parent: int | None, items: Iterable[Item], text: str = "") -> Room | None:
         """Return the tokens of the context that a message leaves free; None if its size is not known."""
         if self._size is None:
             return None
-        session = self._workspace.session
-        parent = session.tree.leaf if self._edited is None else self._edited.parent
         return room(self._size, session, parent, self.attachments_of(items), text)
 
     def _show(self) -> None:
-        left = self.room(self._items) if self._items else None
+        session = self._workspace.session
+        parent = session.tree.leaf if self._edited is None else self._edited.parent
+        left = self._room(session, parent, self._items) if self._items else None
         chips = [*map(_chip, self._items), *map(_notice_chip, self._notices)]
         self.bar.show(chips, left.words if left else "", too_long=left is not None and left.left < 0)
 
@@ -248,42 +240,50 @@ class Attaching:
         """Tell whether a message has to wait for `check`."""
         return bool(self._items) or bool(on_disk(self._workspace.session))
 
-    def take(self, items: Iterable[Item]) -> list[Item]:
-        """Keep files for a message that is sent: return those of them that no message before it has."""
-        free = [item for item in items if item in self.items]
-        for item in free:
+    def take(self) -> list[Item]:
+        """Return the files of the message being written, which is sent, and keep them for it."""
+        items = list(self.items)
+        for item in items:
             item.is_taken = True
-        return free
+        return items
 
     def give_back(self, items: Iterable[Item]) -> None:
         """Let files be those of the message being written: theirs is not sent."""
         for item in items:
             item.is_taken = False
 
+    def put_aside(self, items: Iterable[Item]) -> list[Item]:
+        """Take files off the bar until `set` puts them back; return those that were on it."""
+        aside = [item for item in items if item in self._items]
+        self.drop(aside)
+        return aside
+
     def drop(self, items: Iterable[Item]) -> None:
         """Take the files of a message that was sent off the bar."""
         self._items = [item for item in self._items if item not in items]
         self._show()
 
-    async def check(self, text: str, items: Sequence[Item]) -> bool:
+    async def check(self, message: Outgoing) -> bool:
         """Wait until the files of a message are read; return False where one cannot be read, which is told.
 
-        Raises RequestError where the user should see something before sending.
+        Raises RequestError where the user should see something before sending, or where it would go elsewhere.
         """
-        self._workspace.require_no_answer()
+        self._workspace.require_no_answer(message.session)
+        items = message.files
         for item in items:
             if item.attachment is None:
                 await item.read.wait()
         if any(item.failed for item in items):
             return False
+        message.require_place(self._workspace.session)
         await require_sight(self._workspace.link, self._workspace.model, self.attachments_of(items))
-        if await self._look(self._workspace.session):
+        if await self._look(message.session):
             names = ", ".join(f"{one_line(notice.attachment.name)} {notice.words}" for notice in self._notices)
             raise RequestError(names, "Enter sends all the same; Shift+Tab and Enter attach a changed file again")
-        left = self.room(items, text) if items else None
-        message = (text, *map(id, self.attachments_of(items)))
-        if left is not None and left.left < 0 and self._confirmed != message:
-            self._confirmed = message
+        left = self._room(message.session, message.parent, items, message.text) if items else None
+        seen = (message.text, *map(id, self.attachments_of(items)))
+        if left is not None and left.left < 0 and self._confirmed != seen:
+            self._confirmed = seen
             raise RequestError(f"the message is {left.words}", "take a file off, or press Enter again to send it")
         return True
 

@@ -22,7 +22,6 @@ from textual.widgets.text_area import Edit, EditResult
 from edgelm.tui.commands.table import Command, Suggestion, complete
 from edgelm.tui.hints import Hint
 from edgelm.tui.palette import list_text
-from edgelm.tui.prompt.attaching import Item
 from edgelm.tui.prompt.pasted import is_long, may_be_paths
 
 LINE_BREAK_KEYS = frozenset({"alt+enter", "ctrl+j", "shift+enter"})
@@ -78,7 +77,11 @@ class History:
 
 
 class Prompt(TextArea):
-    """A text area that sends its text at Enter."""
+    """A text area that sends its text at Enter.
+
+    Keys that concern more than the text call its owner: of what a message told, the next key of a read would know
+    nothing yet.
+    """
 
     DEFAULT_CSS = """
     Prompt {
@@ -94,25 +97,8 @@ class Prompt(TextArea):
     """
 
     @dataclass
-    class Sent(Event):
-        """Enter was pressed, and took this text out of the prompt; `files` are those above it then.
-
-        `command` is the one chosen in the list for it.
-        """
-
-        text: str
-        files: Sequence[Item] = ()
-        command: Command | None = None
-
-    @dataclass
     class Typed(Event):
         """The text changed."""
-
-        text: str
-
-    @dataclass
-    class Pasted(Event):
-        """A text was pasted that may belong above the prompt: a long one, or the paths of files."""
 
         text: str
 
@@ -122,20 +108,8 @@ class Prompt(TextArea):
 
         command: str
 
-    class Emptied(Event):
-        """Backspace was pressed in an empty prompt."""
-
     class Undone(Event):
         """Ctrl+Z was pressed where there is no text to undo."""
-
-    class TabPressed(Event):
-        """Tab was pressed on a command, which may be completed, or its path."""
-
-    @dataclass
-    class Moved(Event):
-        """Up (-1) or Down (1) was pressed while the list of commands is open."""
-
-        by: int
 
     @dataclass
     class Paged(Event):
@@ -156,8 +130,12 @@ class Prompt(TextArea):
         self.ran = History()  # commands for the shell
         self.is_shell = False  # the text is a command: each character of it came by a key since `!` or /shell
         self._is_typing = False  # a key writes
+        self.send: Callable[[str], None] = _ignore  # a text that Enter took
+        self.move: Callable[[int], None] = _ignore  # up (-1) or down (1) in the list above
+        self.complete: Callable[[], None] = _ignore  # a command, or its path
+        self.remove_file: Callable[[], None] = _ignore  # the last one above
         self.take_file: Callable[..., Awaitable[bool]] = _no_file  # of the @word before the cursor, if there is one
-        self.files: Callable[[], Sequence[Item]] = tuple  # of the message being written
+        self.attach: Callable[[str], Awaitable[bool]] = _no_file  # a pasted text, if it is a file, or as long as one
         self._blinking: Timer | None = None  # until the cursor stands still
         self.offering = False  # Down moves into the list above while there is no text
         self.offers_command = False  # Tab runs it while there is no text
@@ -189,9 +167,9 @@ class Prompt(TextArea):
         self.move_cursor(self.document.end)
 
     def give_back(self, text: str) -> None:
-        """Put a text that was taken before what was typed since."""
+        """Put a text that was taken above what was typed since."""
         if text:
-            self.put(text + self.text)
+            self.put(f"{text}\n{self.text}" if self.text else text)
 
     def give_back_command(self, command: str) -> None:
         """Put a command that was not run back, unless something was written since; Up has it then."""
@@ -226,10 +204,10 @@ class Prompt(TextArea):
             self.insert("\n")
         elif event.key == "down" and self.offering and not self.text:
             self._consume(event)
-            self.post_message(self.Moved(1))
+            self.move(1)
         elif event.key in ("up", "down") and self.completing:
             self._consume(event)
-            self.post_message(self.Moved(-1 if event.key == "up" else 1))
+            self.move(-1 if event.key == "up" else 1)
         elif event.key in ("pageup", "pagedown"):
             self._consume(event)
             self.post_message(self.Paged(-1 if event.key == "pageup" else 1))
@@ -244,7 +222,7 @@ class Prompt(TextArea):
         """Do what Backspace and ! mean in an empty prompt; return whether it is more than to write."""
         if key == "backspace":
             if not self.leave_shell():
-                self.post_message(self.Emptied())
+                self.remove_file()
         elif not self.leave_shell():  # the second ! begins a message
             return self.begin_shell()
         else:
@@ -257,7 +235,8 @@ class Prompt(TextArea):
             self.notify(NO_PASTE, severity="warning")
         elif is_long(event.text) or may_be_paths(event.text):
             self._consume(event)
-            self.post_message(self.Pasted(event.text))
+            if not await self.attach(event.text):
+                self.insert(event.text)
 
     def action_paste(self) -> None:
         if self.is_shell:
@@ -310,7 +289,10 @@ class Prompt(TextArea):
         text, was_shell = self.text, self.leave_shell()
         if text:
             self.put("")
-        self.post_message(self.Ran(text) if was_shell else self.Sent(text, self.files()))
+        if was_shell:
+            self.post_message(self.Ran(text))
+        else:
+            self.send(text)
 
     def begin_shell(self) -> bool:
         """Let what is typed be a command for the shell; return False where there is a text, or a message is edited."""
@@ -345,7 +327,7 @@ class Prompt(TextArea):
             return True
         completes = self.text.startswith("/") or (self.offers_command and not self.text)
         if completes:
-            self.post_message(self.TabPressed())
+            self.complete()
         return completes
 
     def action_break_line(self) -> None:
@@ -374,7 +356,11 @@ class Prompt(TextArea):
             self._consume(event)
 
 
-async def _no_file(*, opens: bool) -> bool:  # noqa: ARG001
+def _ignore(*_: object) -> None:
+    pass
+
+
+async def _no_file(*_: object, **__: object) -> bool:
     return False
 
 

@@ -126,7 +126,7 @@ class FilePicker:
             ended.set()
         opens, self._pending = self._pending, None
         if opens is not None and not await self.take(opens=opens):
-            self._prompt.call_later(self._send)  # an event that the pane sends stops at the pane
+            self._send()
 
     def _send(self) -> None:
         if self._prompt.text:  # it may be sent already
