@@ -15,7 +15,7 @@ from typing import Any
 import openai
 import pydantic
 import pytest
-from openai.types.responses import Response, ResponseFunctionToolCall
+from openai.types.responses import Response
 
 from tests.server.harness import ENDLESS, LIMIT_S, Front, serving
 
@@ -219,40 +219,6 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
     part = response.output[0].content[0]  # type: ignore[union-attr]
     assert "".join(entry.token for entry in part.logprobs) == part.text
     assert all(len(entry.top_logprobs) == 2 for entry in part.logprobs)
-
-
-def test_an_agent_works_in_five_turns(client: openai.OpenAI) -> None:
-    """Tools, results and an answer, with the history sent whole; the cached part of the prompt grows."""
-    history: list[Any] = [{"role": "user", "content": "What is the weather like in Rome and Oslo?"}]
-    cached, prompts = [], []
-    for turn in range(5):
-        is_last = turn == 4
-        choice: Any = "none" if is_last else "required"
-        fields: dict[str, Any] = {
-            "model": MODEL, "input": history, "tools": [WEATHER], "tool_choice": choice, "store": False,
-            "include": ["reasoning.encrypted_content"], "parallel_tool_calls": False, "max_output_tokens": 100,
-        }  # fmt: skip
-        with client.responses.stream(**fields) as stream:
-            last: Any = list(stream)[-1]
-        # The starter knows no tools: its last answer may not end before the budget of tokens does.
-        assert last.type in ("response.completed", "response.incomplete")[: 2 if is_last else 1]
-        response: Response = last.response
-        assert response.usage
-        cached.append(response.usage.input_tokens_details.cached_tokens)
-        prompts.append(response.usage.input_tokens)
-        history += [item.to_dict() for item in response.output]
-        calls = [item for item in response.output if isinstance(item, ResponseFunctionToolCall)]
-        if is_last:
-            assert not calls
-            assert response.output_text
-        else:
-            (call,) = calls
-            assert call.name == "weather"
-            assert json.loads(call.arguments)["city"] in ("Rome", "Oslo")
-            history.append({"type": "function_call_output", "call_id": call.call_id, "output": "rain, 12 degrees"})
-    print(cached, prompts)
-    assert cached[1:4] == sorted(set(cached[1:4]))
-    assert all(part > 0.8 * whole for part, whole in zip(cached[1:4], prompts[:3], strict=True))
 
 
 def test_custom_tools_and_namespaces(client: openai.OpenAI) -> None:
