@@ -309,28 +309,3 @@ def test_an_engine_that_dies_is_an_error_of_the_stream(front: Front, client: ope
     assert last.type == "error"
     assert last.code == "server_error"
     assert last.message
-
-
-def test_keys_do_not_see_each_others_responses(own: dict[str, str], tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("ann key-of-ann-1\nbob key-of-bob-1\n")
-    keys.chmod(0o600)
-    with serving(own, "--api-key-file", keys, log=tmp_path / "log") as front:
-        ann, bob = (
-            openai.OpenAI(base_url=f"{front.address}/v1", api_key=f"key-of-{name}-1", max_retries=0, timeout=LIMIT_S)
-            for name in ("ann", "bob")
-        )
-        with ann, bob:
-            response = create(ann)
-            assert ann.responses.retrieve(response.id) == response
-            reference: Any = {"type": "item_reference", "id": response.output[0].id}
-            for ask in (
-                lambda: bob.responses.retrieve(response.id),
-                lambda: bob.responses.delete(response.id),
-                lambda: bob.responses.input_items.list(response.id),
-                lambda: create(bob, previous_response_id=response.id),
-                lambda: create(bob, input=[reference]),
-            ):
-                with pytest.raises(openai.NotFoundError):
-                    ask()
-            assert create(ann, previous_response_id=response.id).status
