@@ -18,6 +18,7 @@ from edgelm.base.disk import unfinished
 from edgelm.base.errors import BusyError, EdgeLMError, EngineError, ModelError, RequestError, UsageError
 from edgelm.base.machine.llama_build import extra_command
 from edgelm.base.workers.exit_reason import ModelFiles, exit_reason
+from edgelm.base.workers.messages import Note
 from edgelm.base.workers.parent import Worker
 from edgelm.commands.job import StatusLine
 from edgelm.commands.running import model_or_served
@@ -31,7 +32,6 @@ from edgelm.making.quantization.int4_job import (
     SEQUENCES,
     Int4Done,
     Int4Job,
-    Int4Note,
     Int4Progress,
 )
 
@@ -75,7 +75,7 @@ def quantize_int4(
     log = "" if verbose else None
     errors = (UsageError, RequestError, ModelError, BusyError, EngineError)
     flags = ["-v"] if verbose else []
-    with Worker(WORKER, *flags, replies=(Int4Progress, Int4Note, Int4Done), errors=errors, echo=log) as worker:
+    with Worker(WORKER, *flags, replies=(Int4Progress, Note, Int4Done), errors=errors, echo=log) as worker:
         worker.send(job)
         try:
             done = _follow(worker.replies(), StatusLine(sys.stderr.isatty()))
@@ -129,7 +129,7 @@ def _follow(replies: Iterator[Any], line: StatusLine) -> Int4Done | None:
         for reply in replies:
             if isinstance(reply, Int4Done):
                 return reply
-            if isinstance(reply, Int4Note):
+            if isinstance(reply, Note):
                 line.clear()
                 print(f"note: {reply.text}", file=sys.stderr)
             else:
