@@ -115,7 +115,6 @@ report() {
 }
 
 mkdir -p docs/results build/soak
-export EMULATED_LINES=$PWD/build/soak/emulated.jsonl  # of the emulated kernels, for their table
 failed=
 for part in ${*:-$PARTS}; do
     if [ "$part" = triton ] && ! make --no-print-directory triton; then  # without the releases, its tests are skipped
@@ -125,7 +124,4 @@ for part in ${*:-$PARTS}; do
     run_part "$part" || failed+=" $part"
     report > "docs/results/soak-$(date -u +%Y-%m-%d).txt"
 done
-if [[ " $* " == *" $LONG "* ]]; then
-    .venv/bin/python -m tests.kernels.emulated.table "$EMULATED_LINES" | tee "docs/results/emulated-$(date -u +%Y-%m-%d).txt"
-fi
 [ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }

@@ -10,7 +10,6 @@ import json
 import os
 import site
 import venv
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ from edgelm.base.machine.gpu import FIELDS
 
 CONTEXT_MIB = 300  # of CUDA
 PARTS_OF_TORCH = ("torch", "functorch", "triton")
-NATIVE = ("llama_cpp", "edgelm_llama", "__editable__")
 
 SITE = '''
 """Read by every Python of a faked machine, before any other module."""
@@ -114,16 +112,13 @@ class Machine:
     says: str = ""  # nvidia-smi fails with this line
 
 
-def make(machine: Machine, folder: Path, llama: Path | None = None) -> tuple[Path, dict[str, str]]:
-    """Make a machine in a folder; return its Python and its environment. `llama` is a wheel of edgelm-llama.
-
-    Without that, its llama.cpp is that of this environment.
-    """
+def make(machine: Machine, folder: Path) -> tuple[Path, dict[str, str]]:
+    """Make a machine in a folder; return its Python and its environment. Its llama.cpp is that of this environment."""
     tools = folder / ("usr/lib/wsl/lib" if machine.wsl else "bin")
     tools.mkdir(parents=True)
     (tools / "nvidia-smi").write_text(_tool(machine))
     (tools / "nvidia-smi").chmod(0o755)
-    python = _installed(folder / "pipx" / "venvs" / "edgelm", machine, llama)
+    python = _installed(folder / "pipx" / "venvs" / "edgelm", machine)
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(SITE)
     facts = {
@@ -141,17 +136,14 @@ def make(machine: Machine, folder: Path, llama: Path | None = None) -> tuple[Pat
     return python, environment
 
 
-def _installed(folder: Path, machine: Machine, llama: Path | None) -> Path:
+def _installed(folder: Path, machine: Machine) -> Path:
     """Make an environment as pipx does, of links to the packages of this one."""
     venv.create(folder, symlinks=True)
     here = next(folder.glob("lib/python*/site-packages"))
-    left_out = tuple(name for name in PARTS_OF_TORCH if name not in machine.packages)
-    left_out += NATIVE if llama else NATIVE[1:]
+    left_out = ("edgelm_llama", "__editable__", *(name for name in PARTS_OF_TORCH if name not in machine.packages))
     for entry in Path(site.getsitepackages()[0]).iterdir():
         if not entry.name.startswith(left_out) and entry.suffix != ".pth" and not (here / entry.name).exists():
             (here / entry.name).symlink_to(entry)
-    if llama:
-        zipfile.ZipFile(llama).extractall(here)
     return folder / "bin" / "python"
 
 

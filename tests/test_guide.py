@@ -59,7 +59,6 @@ DOCUMENTS = [  # by the guide's rules for commands
 CATALOGUE = {f"{entry.family}{size}" for entry in entries() for size in ("", f":{entry.size}")}
 MARKED = {  # commands of the documents that no test runs, and why
     ("", "--install-completion"): "typer's own: it writes into the files of a shell",
-    ("doctor", "--json"): "packaging/dist_check.py runs it",
     ("run", "--verbose"): "llama.cpp's own log; a test runs it with serve",
     ("service install", "--linger"): "the managers' own tests install with it",
     ("service logs", ""): "it becomes journalctl or tail, whose commands are compared",

@@ -6,14 +6,13 @@ Owns the file, its key and the comparison. jobs/engine_trial.py measures. Import
 from __future__ import annotations
 
 import hashlib
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
 from edgelm import __version__
 from edgelm.base.atomic import atomic_json, read_json
+from edgelm.base.machine.conditions import installed
 from edgelm.base.machine.gpu import nvidia_gpus
 from edgelm.base.machine.llama_build import find_build
 
@@ -88,10 +87,6 @@ def keep_trial(cache: Path, trial: Trial) -> None:
 
 def _file(cache: Path) -> Path:
     """Return the file of a trial here: its name has all that a speed depends on."""
-    build, versions = find_build(), []
-    for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions.append(f"{package} {version(package)}")
     gpus = [(gpu.name, gpu.driver) for gpu in nvidia_gpus()]
-    identity = repr((FORMAT, __version__, gpus, build.label, versions))
+    identity = repr((FORMAT, __version__, gpus, find_build().label, installed(PACKAGES)))
     return cache / "machine" / f"trial-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"

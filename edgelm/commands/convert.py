@@ -24,6 +24,7 @@ from edgelm.base.machine import facts as machine
 from edgelm.base.machine.cpu import usable_cores
 from edgelm.base.setting_checks import parse_adapters
 from edgelm.base.workers.exit_reason import ModelFiles, exit_reason
+from edgelm.base.workers.messages import Note, Result, Status
 from edgelm.base.workers.parent import Worker
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.commands.flags import Flags, Json, SettingsOf, Verbose
@@ -32,7 +33,7 @@ from edgelm.commands.running import model_or_served
 from edgelm.library.local import installed_model, require_whole
 from edgelm.library.names import shown
 from edgelm.library.progress import size_text, time_text
-from edgelm.making.conversion.messages import REPLIES, WORKER, Converted, ConvertJob, Note, Stage, Written
+from edgelm.making.conversion.messages import REPLIES, WORKER, ConvertJob, Written
 
 TYPES = ("source", "F32", "F16", "BF16", "Q8_0")
 GGUF = ".gguf"
@@ -90,7 +91,7 @@ def run_conversion(job: ConvertJob, config: Config, *, verbose: bool = False) ->
         worker.send(job)
         try:
             for reply in _replies(worker):
-                if isinstance(reply, Converted):
+                if isinstance(reply, Result):
                     return reply.document
                 bar.show(reply)
         except KeyboardInterrupt:
@@ -190,7 +191,7 @@ class _Bar:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def show(self, reply: Written | Stage | Note) -> None:
+    def show(self, reply: Written | Status | Note) -> None:
         """Show a message of the worker."""
         if isinstance(reply, Written):
             self._written = reply
@@ -198,7 +199,7 @@ class _Bar:
             if self._lines is not None:
                 self._lines.show(f"{text}{self._left(reply)}")
             self._bar.update(self._task, completed=reply.done, total=max(reply.total, 1), text=text)
-        elif isinstance(reply, Stage):
+        elif isinstance(reply, Status):
             if self._lines is not None:
                 self._lines.show(reply.text)
             self._bar.update(self._task, text=escape(reply.text))

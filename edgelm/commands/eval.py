@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from rich.console import Console
 from edgelm.base.config import Config, Settings, load_config
 from edgelm.base.errors import ModelError, RequestError, UsageError
 from edgelm.base.kv_modes import KV_MODES
-from edgelm.base.machine.conditions import Conditions
+from edgelm.base.machine.conditions import Conditions, installed
 from edgelm.base.workers.messages import EvalJob, EvalRestarted, EvalSide, EvalState, Result
 from edgelm.checkpoints.config_json import CONFIG
 from edgelm.checkpoints.gguf import open_gguf
@@ -240,13 +239,7 @@ def find_text(file: str) -> Path:
 
 def library_versions() -> list[str]:
     """Return the versions of the packages that compute."""
-    versions = []
-    for package in PACKAGES:
-        try:
-            versions.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
-    return versions
+    return installed(PACKAGES)
 
 
 def _hash(path: Path) -> str:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from edgelm.base.atomic import atomic_json, read_json
+from edgelm.base.kept_files import delete_older
 
 STATE_FORMAT = 1  # of the file, and of the meaning of the figures: part of the key
 MAX_AGE_S = 30 * 24 * 3600
@@ -27,7 +27,7 @@ class StateFile:
         text = json.dumps({"format": STATE_FORMAT, **key}, sort_keys=True)
         self._key = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
         self._path = folder / f"{self._key[:32]}.json"
-        _delete_old(folder)
+        delete_older(folder, MAX_AGE_S, "*.json", "*.tmp", "*.part")  # .part: of 0.3.1
 
     def load(self) -> dict[str, Any] | None:
         """Return the state that was saved last; None: there is no valid one."""
@@ -51,11 +51,3 @@ class StateFile:
 
 def _checksum(state: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
-
-
-def _delete_old(folder: Path) -> None:
-    """Delete the states that nobody continued."""
-    with suppress(OSError):
-        for path in [*folder.glob("*.json"), *folder.glob("*.tmp"), *folder.glob("*.part")]:  # .part: of 0.3.1
-            if path.stat().st_mtime < time.time() - MAX_AGE_S:
-                path.unlink(missing_ok=True)

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from edgelm.base.config import load_config
 from edgelm.base.disk import unfinished
 from edgelm.base.errors import BusyError, EdgeLMError, EngineError, ModelError, RequestError, UsageError
 from edgelm.base.machine.llama_build import extra_command
 from edgelm.base.workers.exit_reason import ModelFiles, exit_reason
+from edgelm.base.workers.messages import Note
 from edgelm.base.workers.parent import Worker
+from edgelm.commands.job import StatusLine
 from edgelm.commands.running import model_or_served
 from edgelm.library.local import installed_model
 from edgelm.library.names import shown
@@ -31,13 +32,11 @@ from edgelm.making.quantization.int4_job import (
     SEQUENCES,
     Int4Done,
     Int4Job,
-    Int4Note,
     Int4Progress,
 )
 
 WORKER = "edgelm.making.quantization.int4_worker"
 PACKAGES = ("torch", "tokenizers")
-LINE_INTERVAL_S = 30.0  # between two lines of progress where there is no terminal
 
 
 def quantize_int4(
@@ -76,15 +75,11 @@ def quantize_int4(
     log = "" if verbose else None
     errors = (UsageError, RequestError, ModelError, BusyError, EngineError)
     flags = ["-v"] if verbose else []
-    with (
-        Worker(WORKER, *flags, replies=(Int4Progress, Int4Note, Int4Done), errors=errors, echo=log) as worker,
-        _Display() as display,
-    ):
+    with Worker(WORKER, *flags, replies=(Int4Progress, Note, Int4Done), errors=errors, echo=log) as worker:
         worker.send(job)
         try:
-            done = _follow(worker.replies(), display)
+            done = _follow(worker.replies(), StatusLine(sys.stderr.isatty()))
         except KeyboardInterrupt:
-            display.clear()
             if unfinished(out).exists():
                 line = "note: stopped; the same command continues after the last finished layer"
                 print(f"{line} (kept in {unfinished(out)})", file=sys.stderr)
@@ -129,47 +124,20 @@ def _destination(text: str, folder: Path) -> Path:
         raise RequestError(f"{shown(text)} cannot be written: {error}") from None
 
 
-def _follow(replies: Iterator[Any], display: _Display) -> Int4Done | None:
-    for reply in replies:
-        if isinstance(reply, Int4Done):
-            return reply
-        if isinstance(reply, Int4Note):
-            display.note(reply.text)
-        else:
-            left = "" if reply.left_s is None else f", {time_text(reply.left_s)} left"
-            display.show(f"layer {reply.layer} of {reply.layers}: {reply.action}{left}")
-    return None
-
-
-class _Display:
-    """A line on standard error: it overwrites itself on a terminal, and is seldom elsewhere."""
-
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
-        self._next = time.monotonic() + LINE_INTERVAL_S
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.clear()
-
-    def show(self, text: str) -> None:
-        if self._terminal:
-            sys.stderr.write(f"\r\x1b[K{text}")
-            sys.stderr.flush()
-        elif time.monotonic() >= self._next:
-            print(text, file=sys.stderr)
-            self._next = time.monotonic() + LINE_INTERVAL_S
-
-    def note(self, text: str) -> None:
-        self.clear()
-        print(f"note: {text}", file=sys.stderr)
-
-    def clear(self) -> None:
-        if self._terminal:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+def _follow(replies: Iterator[Any], line: StatusLine) -> Int4Done | None:
+    try:
+        for reply in replies:
+            if isinstance(reply, Int4Done):
+                return reply
+            if isinstance(reply, Note):
+                line.clear()
+                print(f"note: {reply.text}", file=sys.stderr)
+            else:
+                left = "" if reply.left_s is None else f", {time_text(reply.left_s)} left"
+                line.show(f"layer {reply.layer} of {reply.layers}: {reply.action}{left}")
+        return None
+    finally:
+        line.clear()
 
 
 def _print(done: Int4Done, job: Int4Job, *, as_json: bool) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from edgelm.base.atomic import atomic_json, read_json
+from edgelm.base.kept_files import keep_newest
 
 FOLDER = "evaluations"
 FORMAT = 1  # of the files, and of the meaning of the figures
@@ -123,7 +124,7 @@ class KeptResults:
             speeds=_merged(model.speeds, kept.speeds)[:MAX_SPEEDS],
         )
         atomic_json(self._path(model.identity), _signed(asdict(merged)))
-        self._delete_oldest()
+        keep_newest(self._folder, MAX_MODELS, "*.json")
 
     def _path(self, identity: str) -> Path:
         return self._folder / f"{identity[:32]}.json"
@@ -133,12 +134,6 @@ class KeptResults:
             for path in sorted(self._folder.glob("*.json")):
                 if model := _read(path):
                     yield model
-
-    def _delete_oldest(self) -> None:
-        with suppress(OSError):
-            paths = sorted(self._folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-            for path in paths[MAX_MODELS:]:
-                path.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> KeptModel | None:

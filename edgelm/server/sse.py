@@ -38,14 +38,8 @@ class ClientLeftError(Exception):
 class EventStream(StreamingResponse):
     """Streams events until they end or the client leaves, then closes `cleanup`."""
 
-    def __init__(
-        self,
-        events: AsyncIterator[bytes],
-        cleanup: AsyncExitStack,
-        headers: Mapping[str, str] = HEADERS,
-        media_type: str = MEDIA_TYPE,
-    ) -> None:
-        super().__init__(self._in_turns(), headers=headers, media_type=media_type)
+    def __init__(self, events: AsyncIterator[bytes], cleanup: AsyncExitStack, media_type: str = MEDIA_TYPE) -> None:
+        super().__init__(self._in_turns(), headers=HEADERS, media_type=media_type)
         self._events = events
         self._cleanup = cleanup
 

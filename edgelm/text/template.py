@@ -145,7 +145,7 @@ class ChatTemplate:
             eos="" if tokenizer.eos_id is None else tokenizer.text_of(tokenizer.eos_id),
             special_strings=specials,
             user_defined=frozenset(text for text in specials if is_user_defined(text, tokenizer)),
-            newline=_NEWLINE if _can_write(_NEWLINE, tokenizer) else " ",
+            newline=_NEWLINE if _has_newline(tokenizer) else " ",
         )
 
     @cached_property
@@ -235,9 +235,9 @@ def other_efforts(effort: object, refusal: str) -> list[str]:
     return sorted(EFFORTS[at + 1 :] + EFFORTS[:at], key=lambda other: abs(EFFORTS.index(other) - at))
 
 
-def _can_write(text: str, tokenizer: Tokenizer) -> bool:
+def _has_newline(tokenizer: Tokenizer) -> bool:
     try:
-        return bool(tokenizer.encode(text, special=False, bos=False))
+        return bool(tokenizer.encode(_NEWLINE, special=False, bos=False))
     except RequestError:
         return False
 

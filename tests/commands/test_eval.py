@@ -21,6 +21,7 @@ import pytest
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.base.config import Settings
 from edgelm.base.errors import EdgeLMError
+from edgelm.base.machine import conditions
 from edgelm.base.machine.conditions import engine_build
 from edgelm.base.machine.cpu import processor_name
 from edgelm.base.workers.messages import EvalJob, EvalRestarted, EvalSide, EvalState, Result
@@ -401,7 +402,7 @@ def test_only_the_same_evaluation_continues(
         command(model, text)
     for package in ("llama-cpp-python", "torch", "triton"):
         with monkeypatch.context() as another:
-            another.setattr(eval_module, "version", lambda name, package=package: f"{name == package}")
+            another.setattr(conditions, "version", lambda name, package=package: f"{name == package}")
             with pytest.raises(KeyboardInterrupt):
                 command(model, text)
             assert command.job

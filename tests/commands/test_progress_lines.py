@@ -9,7 +9,7 @@ import pytest
 from edgelm.base.workers.messages import Result, Status
 from edgelm.commands import convert, job
 from edgelm.commands.quantize import QuantizeJob, _follow
-from edgelm.making.conversion.messages import Stage, Written
+from edgelm.making.conversion.messages import Written
 from edgelm.making.quantization.recipe import Recipe
 
 
@@ -30,7 +30,7 @@ def test_convert(capsys: pytest.CaptureFixture[str]) -> None:
     with bar:
         bar.show(Written(1_000_000, 9_000_000))
         bar.show(Written(5_000_000, 9_000_000))
-        bar.show(Stage("checking the logits"))
+        bar.show(Status("checking the logits"))
     first, second, third = capsys.readouterr().err.splitlines()
     assert first == "1.00 MB of 9.00 MB"
     assert second.startswith("5.00 MB of 9.00 MB, ")

@@ -127,3 +127,18 @@ def test_run_says_it_in_this_machine(tmp_path: Path, model: Path, machine: Machi
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(line) == 1, done.stderr
+
+
+def test_doctor_says_why_our_kernels_do_not_use_it(tmp_path: Path) -> None:
+    python, environment = make(Machine([RTX_3060]), tmp_path / "machine")
+    for options, code, line in (
+        ([], 0, "our own kernels do not use NVIDIA GeForce RTX 3060: torch is not installed"),
+        (["--json"], 0, "our own kernels do not use NVIDIA GeForce RTX 3060: torch is not installed"),
+        (["--gpu"], 1, "our kernels cannot be used here: torch is not installed"),
+    ):
+        command = [python, "-m", "edgelm", "doctor", *options]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        assert (done.stdout + done.stderr).count(line) == 1, done.stdout + done.stderr

@@ -17,6 +17,7 @@ from tests.served import Served, models_of_templates, served
 
 TEMPLATES = ["Qwen-Qwen3-0.6B", "openai-gpt-oss-120b", "gemma-2-format"]
 TURNS = 5
+CACHE = {"type": "ephemeral"}
 SCHEMA: Any = {
     "type": "object",
     "properties": {"city": {"enum": ["cat", "dog"]}},
@@ -76,8 +77,10 @@ async def messages(edgelm: Served, history: list[Any], *, last: bool) -> tuple[i
         (call,) = [block for block in message.content if block.type == "tool_use"]
         assert message.stop_reason == "tool_use"
         assert call.input in ({"city": "cat"}, {"city": "dog"})
-        result = {"type": "tool_result", "tool_use_id": call.id, "content": "rain"}
-        history.append({"role": "user", "content": [result]})
+        parts = [{"type": "text", "text": "rain"}, {"type": "text", "text": "12 degrees", "cache_control": CACHE}]
+        failed = len(history) == 6  # the third turn's
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": parts, "is_error": failed}
+        history.append({"role": "user", "content": [result, {"type": "text", "text": "Go on."}]})
     cached = message.usage.cache_read_input_tokens or 0
     return message.usage.input_tokens + cached, cached
 

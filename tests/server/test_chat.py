@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from tests.server.harness import ENDLESS, LIMIT_S, Front, body, until
+from tests.server.harness import ENDLESS, LIMIT_S, Front, body
 
 PROMPT = [{"role": "system", "content": "play"}, {"role": "user", "content": "hello friend"}]
 
@@ -70,28 +70,11 @@ def test_stream_ends_with_done_and_has_no_usage_unasked(front: Front) -> None:
     assert not any("usage" in json.loads(line[6:]) for line in lines[:-1])
 
 
-def test_same_seed_same_answer_and_another_for_another(front: Front) -> None:
-    def text(seed: int) -> str:
-        return front.chat(seed=seed, max_tokens=20, **ENDLESS).json()["choices"][0]["message"]["content"]
-
-    assert text(7) == text(7)
-    assert text(-7) != text(7)
-
-
 def test_context_becomes_length(front: Front) -> None:
     answer = front.chat(max_tokens=4000, **ENDLESS).json()
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["edgelm"]["finish_reason"] == "context"
     assert answer["edgelm"]["context"] == {"used": 512, "size": 512}
-
-
-def test_stop_string_ends_the_answer_before_it(front: Front) -> None:
-    fields = {"max_tokens": 30, "seed": 11, **ENDLESS}
-    text = front.chat(**fields).json()["choices"][0]["message"]["content"]
-    stop = text[5:8]
-    answer = front.chat(**fields, stop=[stop]).json()["choices"][0]
-    assert answer["finish_reason"] == "stop"
-    assert answer["message"]["content"] == text[: text.index(stop)]
 
 
 def test_logprobs_in_openais_shape(client: openai.OpenAI) -> None:
@@ -109,18 +92,6 @@ def test_logprobs_in_openais_shape(client: openai.OpenAI) -> None:
     chunks = list(client.chat.completions.create(**fields, extra_body=ENDLESS, stream=True))
     streamed = [each for chunk in chunks if chunk.choices[0].logprobs for each in chunk.choices[0].logprobs.content]
     assert [each.token for each in streamed] == [each.token for each in content]
-
-
-def test_top_k_one_is_greedy(front: Front) -> None:
-    def text(**fields: float) -> str:
-        return front.chat(max_tokens=16, **fields).json()["choices"][0]["message"]["content"]
-
-    assert text(top_k=1, temperature=2.0) == text(temperature=0)
-
-
-def test_logit_bias_forces_a_token(front: Front) -> None:
-    answer = front.chat(max_tokens=4, temperature=0, logit_bias={str(3 + ord("x")): 100}).json()
-    assert answer["choices"][0]["message"]["content"] == "xxxx"
 
 
 @pytest.mark.parametrize(
@@ -167,24 +138,6 @@ def test_a_model_may_be_named_by_its_path(front: Front) -> None:
     path = front.ps("tiny")["path"]
     assert front.chat(model=path).json()["model"] == path
     assert len([each for each in front.ps()["models"] if each["path"] == path]) == 1
-
-
-def test_a_client_that_leaves_cancels_its_request(front: Front) -> None:
-    events = front.events("long", max_tokens=100_000, **ENDLESS)
-    for _ in range(3):
-        next(events)
-    assert front.ps("long")["requests"] == 1
-    events.close()
-    until("the engine has no request", lambda: front.ps("long")["requests"] == 0)
-
-
-def test_requests_at_the_same_time(front: Front) -> None:
-    streams = [front.events("long", text=f"hello {number}", max_tokens=30, **ENDLESS) for number in range(4)]
-    opened = [next(stream) for stream in streams]
-    assert len({each["id"] for each in opened}) == 4
-    for stream in streams:
-        last = list(stream)[-1]
-        assert last["choices"][0]["finish_reason"] == "length"
 
 
 def test_unknown_paths_and_methods_have_openais_shape(front: Front) -> None:

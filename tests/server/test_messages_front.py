@@ -137,38 +137,6 @@ def test_tools_must_or_must_not_be_called(client: anthropic.Anthropic) -> None:
     assert "tool_use" not in [block.type for block in message.content]
 
 
-def test_an_agent_works_in_five_turns(client: anthropic.Anthropic) -> None:
-    """Tools, results and an answer; the cached part of the prompt grows."""
-    history: list[Any] = [{"role": "user", "content": "What is the weather like in Rome and Oslo?"}]
-    cached, prompts = [], []
-    for turn in range(5):
-        is_last = turn == 4
-        choice: Any = {"type": "none"} if is_last else {"type": "any", "disable_parallel_tool_use": True}
-        with client.messages.stream(
-            model=MODEL, messages=history, max_tokens=100, tools=[WEATHER], tool_choice=choice, system="Use the tools."
-        ) as stream:
-            kinds = [event.type for event in stream]
-            message = stream.get_final_message()
-        assert kinds[0] == "message_start"
-        cached.append(message.usage.cache_read_input_tokens or 0)
-        prompts.append(cached[-1] + message.usage.input_tokens)
-        history.append({"role": "assistant", "content": [block.to_dict() for block in message.content]})
-        calls = [block for block in message.content if isinstance(block, ToolUseBlock)]
-        if is_last:
-            assert not calls
-            assert text_of(message)
-        else:
-            (call,) = calls
-            assert message.stop_reason == "tool_use"
-            assert call.input in ({"city": "Rome"}, {"city": "Oslo"})
-            parts: Any = [{"type": "text", "text": "rain"}, {"type": "text", "text": "12 degrees", **CACHE}]
-            result = {"type": "tool_result", "tool_use_id": call.id, "content": parts, "is_error": turn == 2}
-            history.append({"role": "user", "content": [result, {"type": "text", "text": "Go on."}]})
-    print(cached, prompts)
-    assert cached[1:4] == sorted(set(cached[1:4]))
-    assert all(part > 0.8 * whole for part, whole in zip(cached[1:4], prompts[:3], strict=True))
-
-
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 

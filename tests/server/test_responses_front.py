@@ -15,7 +15,7 @@ from typing import Any
 import openai
 import pydantic
 import pytest
-from openai.types.responses import Response, ResponseFunctionToolCall
+from openai.types.responses import Response
 
 from tests.server.harness import ENDLESS, LIMIT_S, Front, serving
 
@@ -221,40 +221,6 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
     assert all(len(entry.top_logprobs) == 2 for entry in part.logprobs)
 
 
-def test_an_agent_works_in_five_turns(client: openai.OpenAI) -> None:
-    """Tools, results and an answer, with the history sent whole; the cached part of the prompt grows."""
-    history: list[Any] = [{"role": "user", "content": "What is the weather like in Rome and Oslo?"}]
-    cached, prompts = [], []
-    for turn in range(5):
-        is_last = turn == 4
-        choice: Any = "none" if is_last else "required"
-        fields: dict[str, Any] = {
-            "model": MODEL, "input": history, "tools": [WEATHER], "tool_choice": choice, "store": False,
-            "include": ["reasoning.encrypted_content"], "parallel_tool_calls": False, "max_output_tokens": 100,
-        }  # fmt: skip
-        with client.responses.stream(**fields) as stream:
-            last: Any = list(stream)[-1]
-        # The starter knows no tools: its last answer may not end before the budget of tokens does.
-        assert last.type in ("response.completed", "response.incomplete")[: 2 if is_last else 1]
-        response: Response = last.response
-        assert response.usage
-        cached.append(response.usage.input_tokens_details.cached_tokens)
-        prompts.append(response.usage.input_tokens)
-        history += [item.to_dict() for item in response.output]
-        calls = [item for item in response.output if isinstance(item, ResponseFunctionToolCall)]
-        if is_last:
-            assert not calls
-            assert response.output_text
-        else:
-            (call,) = calls
-            assert call.name == "weather"
-            assert json.loads(call.arguments)["city"] in ("Rome", "Oslo")
-            history.append({"type": "function_call_output", "call_id": call.call_id, "output": "rain, 12 degrees"})
-    print(cached, prompts)
-    assert cached[1:4] == sorted(set(cached[1:4]))
-    assert all(part > 0.8 * whole for part, whole in zip(cached[1:4], prompts[:3], strict=True))
-
-
 def test_custom_tools_and_namespaces(client: openai.OpenAI) -> None:
     patch: Any = {"type": "custom", "name": "patch", "description": "Write a patch"}
     fields: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 2000}
@@ -343,28 +309,3 @@ def test_an_engine_that_dies_is_an_error_of_the_stream(front: Front, client: ope
     assert last.type == "error"
     assert last.code == "server_error"
     assert last.message
-
-
-def test_keys_do_not_see_each_others_responses(own: dict[str, str], tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("ann key-of-ann-1\nbob key-of-bob-1\n")
-    keys.chmod(0o600)
-    with serving(own, "--api-key-file", keys, log=tmp_path / "log") as front:
-        ann, bob = (
-            openai.OpenAI(base_url=f"{front.address}/v1", api_key=f"key-of-{name}-1", max_retries=0, timeout=LIMIT_S)
-            for name in ("ann", "bob")
-        )
-        with ann, bob:
-            response = create(ann)
-            assert ann.responses.retrieve(response.id) == response
-            reference: Any = {"type": "item_reference", "id": response.output[0].id}
-            for ask in (
-                lambda: bob.responses.retrieve(response.id),
-                lambda: bob.responses.delete(response.id),
-                lambda: bob.responses.input_items.list(response.id),
-                lambda: create(bob, previous_response_id=response.id),
-                lambda: create(bob, input=[reference]),
-            ):
-                with pytest.raises(openai.NotFoundError):
-                    ask()
-            assert create(ann, previous_response_id=response.id).status

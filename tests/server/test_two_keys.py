@@ -86,7 +86,9 @@ def test_a_stored_response_of_another_key_does_not_exist(front: Front) -> None:
         assert front.http.get(path, headers=of(BOB)).status_code == 404
         assert front.http.get(path, headers=of(ANN)).status_code == 200
     turn = body | {"previous_response_id": name}
-    assert front.http.post("/v1/responses", json=turn, headers=of(BOB)).status_code == 404
+    item = body | {"input": [{"type": "item_reference", "id": made.json()["output"][0]["id"]}]}
+    for request in (turn, item):
+        assert front.http.post("/v1/responses", json=request, headers=of(BOB)).status_code == 404
     assert front.http.delete(f"/v1/responses/{name}", headers=of(BOB)).status_code == 404
     assert front.http.post("/v1/responses", json=turn, headers=of(ANN)).status_code == 200
     assert front.http.delete(f"/v1/responses/{name}", headers=of(ANN)).status_code == 200

@@ -14,7 +14,6 @@ import hashlib
 import os
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from edgelm.backends.llama.adapter_gguf import (
     write_adapter_gguf,
 )
 from edgelm.base.errors import ModelError
+from edgelm.base.kept_files import keep_newest
 from edgelm.base.places import expand_home
 from edgelm.base.setting_checks import split_scale
 from edgelm.checkpoints.adapter import open_adapter
@@ -179,7 +179,7 @@ def _of_peft(model: GGUF, path: Path, scale: float, cache: Path) -> LlamaAdapter
         if kept is None:
             write_adapter_gguf(file, model, adapter, changes)
             kept = _of_file(model, file, scale, identity)
-            _remove_oldest(file.parent)
+            keep_newest(file.parent, KEPT)  # the unfinished ones of processes that died go, too
     return replace(kept, name=adapter.name)
 
 
@@ -193,11 +193,3 @@ def _kept(model: GGUF, file: Path, scale: float, identity: bytes) -> LlamaAdapte
     except (ModelError, OSError):
         return None
     return adapter
-
-
-def _remove_oldest(folder: Path) -> None:
-    """Remove the files that were not used for the longest time, and unfinished ones of processes that died."""
-    with suppress(OSError):
-        files = sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True)
-        for file in files[KEPT:]:
-            file.unlink()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from pathlib import Path
 from typing import NamedTuple, Self
 
 from edgelm.backends.followed_heads import HEADS_WINDOW
@@ -349,7 +348,7 @@ def micro_batch(context: int, num_heads: int, flash: bool) -> int:
     return size
 
 
-def repacked_types(machine: str = "", flags: frozenset[str] | None = None, root: Path = Path("/")) -> frozenset[str]:
+def repacked_types(machine: str = "", flags: frozenset[str] | None = None) -> frozenset[str]:
     """Return the tensor types that llama.cpp 0.3.36 repacks on this processor (ggml-cpu/repack.cpp), and AMX.
 
     A llama.cpp that was compiled without AMX copies less than these.
@@ -357,7 +356,7 @@ def repacked_types(machine: str = "", flags: frozenset[str] | None = None, root:
     machine = machine or platform.machine()
     if machine in ("x86_64", "AMD64"):
         if flags is None:
-            flags = processor_flags(root) or frozenset({"avx2"})  # nearly all processors in use have it
+            flags = processor_flags() or frozenset({"avx2"})  # nearly all processors in use have it
         types = {"Q4_0", "Q4_K", "IQ4_NL", "MXFP4"} if "avx2" in flags else set()
         if "avx512f" in flags:
             types |= {"Q2_K"}

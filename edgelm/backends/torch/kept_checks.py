@@ -10,10 +10,8 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from edgelm import __version__
@@ -22,10 +20,10 @@ from edgelm.backends.kept_verdicts import keep, kept_verdict
 from edgelm.backends.model import OpenedModel
 from edgelm.base.config import Settings
 from edgelm.base.kv_modes import TORCH_KV
+from edgelm.base.machine.conditions import PACKAGES, installed
 from edgelm.base.machine.gpu import nvidia_gpus
 
 FORMAT = 7  # of the file, and of the checks
-PACKAGES = ("torch", "triton")
 
 
 def check_key(model: OpenedModel, settings: Settings, mode: str) -> str:
@@ -42,7 +40,8 @@ def check_key(model: OpenedModel, settings: Settings, mode: str) -> str:
         for key, value in (metadata or {}).items()
         if isinstance(value, str | int | float | bool) and not key.startswith(("general.name", "tokenizer."))
     )
-    identity = (FORMAT, __version__, _versions(), gpus, _driver(), _compiler(), tensors, facts, mode, settings.quantize)
+    versions = installed(PACKAGES)
+    identity = (FORMAT, __version__, versions, gpus, _driver(), _compiler(), tensors, facts, mode, settings.quantize)
     return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
 
 
@@ -69,14 +68,6 @@ def _compiler() -> tuple[str | None, bool]:
 def _kind(tensor: object) -> str:
     kind = getattr(tensor, "type", None) or getattr(tensor, "dtype", None)
     return str(getattr(kind, "name", kind))
-
-
-def _versions() -> list[str]:
-    found = []
-    for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            found.append(f"{package} {version(package)}")
-    return found
 
 
 def _path(model: OpenedModel) -> Path:

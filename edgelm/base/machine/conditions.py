@@ -7,6 +7,7 @@ its own work from that of others, so a worker makes a `Measurement` and the comm
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
@@ -67,13 +68,15 @@ def conditions(engine: str, others: float | None) -> Conditions:
 def engine_build(engine: str) -> str:
     """Return the packages that compute, with their versions. Raises EngineError if llama.cpp is not installed."""
     if engine == "torch":
-        return ", ".join(f"{package} {_version(package)}" for package in PACKAGES if _version(package))
+        return ", ".join(installed(PACKAGES))
     build = find_build()
     return f"{build.package} {build.version}"
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+def installed(packages: Iterable[str]) -> list[str]:
+    """Return the packages that are there, with their versions: "torch 2.13.0". Keys of kept files have this form."""
+    found = []
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found.append(f"{package} {version(package)}")
+    return found

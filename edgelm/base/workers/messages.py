@@ -1,4 +1,4 @@
-"""The messages of every worker that loads a model, and of a front. Other workers define theirs beside their users."""
+"""The messages of every worker that loads a model, and of a front; a worker's own are beside their users."""
 
 from __future__ import annotations
 

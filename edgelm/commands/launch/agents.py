@@ -1,14 +1,12 @@
 """The agents that `edgelm launch` knows.
 
-Owns the table, and the one in docs/agents.md that is made from it. How an agent is told about the server is a function
-of setups.py.
+Owns the table. How an agent is told about the server is a function of setups.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from edgelm.base.errors import EdgeLMError
@@ -41,32 +39,6 @@ def find_agent(name: str) -> Agent:
         if name in (agent.name, agent.command):
             return agent
     raise EdgeLMError(f"there is no agent {name!r}", "the agents are " + ", ".join(agent.name for agent in AGENTS))
-
-
-def agents_table(agents: Iterable[Agent]) -> str:
-    """Return the table of docs/agents.md."""
-    rows = [
-        "| agent | command | speaks | context: least, advised | how it is told | besides address, model and limits |",
-        "|---|---|---|---|---|---|",
-    ]
-    example = Target("http://127.0.0.1:11500", "MODEL", 32_768, Path("FOLDER"))
-    for agent in agents:
-        setup = agent.setup(example)
-        ways = [
-            *(["flags"] if setup.words else []),
-            *[
-                f"`{name}`"
-                for name in setup.environment
-                if name.endswith(("_CONTENT", "_PATH", "_FILE", "_URL", "_BASE"))
-            ],
-            *[f"our `{file.name}`" for file in setup.files],
-        ]
-        contexts = f"{agent.least:,}, {agent.advised:,}"
-        rows.append(
-            f"| {agent.title} | `{agent.command}` | {agent.dialect} | {contexts} | {', '.join(ways)}; "
-            f"key: {', '.join(f'`{name}`' for name in agent.keys)} | {agent.sets} |"
-        )
-    return "\n".join(rows)
 
 
 AGENTS = (

@@ -14,7 +14,7 @@ import json
 import os
 import re
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 from gguf import GGUFWriter
 
 from edgelm.base.errors import ModelError
+from edgelm.base.kept_files import keep_newest
 from edgelm.checkpoints.config_json import CONFIG, decoder_values, read_config_json
 from edgelm.checkpoints.encoder import BERT, POOLING, EncoderConfig, encoder_config, is_encoder, other_encoder
 from edgelm.checkpoints.files import file_identity, shown
@@ -220,14 +221,6 @@ def kept_gguf(folder: Path, cache: Path) -> Path:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another process that wants the same file waits for it
             if not file.exists():
                 convert_folder(folder, file)
-                _remove_oldest(file.parent)
+                keep_newest(file.parent, KEPT, f"*{GGUF}")
             os.utime(file)
     return file
-
-
-def _remove_oldest(folder: Path) -> None:
-    """Remove the files that were not used for the longest time."""
-    with suppress(OSError):
-        files = sorted(folder.glob(f"*{GGUF}"), key=lambda file: file.stat().st_mtime, reverse=True)
-        for file in files[KEPT:]:
-            file.unlink()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from edgelm.base.workers.messages import Note, Result, Status
 
 WORKER = "edgelm.making.conversion.worker"
 
@@ -29,25 +30,4 @@ class Written:
     total: int
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """The worker does something else than writing."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """A fact about the result that the user should know."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Converted:
-    """The file has its name; `document` is what `--json` prints."""
-
-    document: dict[str, Any]
-
-
-REPLIES = (Written, Stage, Note, Converted)
+REPLIES = (Written, Status, Note, Result)  # a status: it does something else than writing

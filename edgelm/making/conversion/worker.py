@@ -11,10 +11,11 @@ from contextlib import ExitStack
 from typing import Any, cast
 
 from edgelm.base.workers.child import Child, run_job
+from edgelm.base.workers.messages import Note, Result, Status
 from edgelm.making.conversion.check import Outcome, check_gguf
 from edgelm.making.conversion.convert import Report, Source, convert_folder
 from edgelm.making.conversion.lora import open_merge
-from edgelm.making.conversion.messages import Converted, ConvertJob, Note, Stage, Written
+from edgelm.making.conversion.messages import ConvertJob, Written
 from edgelm.making.conversion.number_types import Target
 
 REPORT_EVERY_S = 0.1
@@ -33,7 +34,7 @@ class _Progress:
             self._sent_at = time.monotonic()
 
     def stage(self, text: str) -> None:
-        self._child.send(Stage(text))
+        self._child.send(Status(text))
 
 
 def _convert(job: ConvertJob, child: Child) -> None:
@@ -71,7 +72,7 @@ def _convert(job: ConvertJob, child: Child) -> None:
         "check": outcome.document,
         "notes": notes,
     }
-    child.send(Converted(document))
+    child.send(Result(document))
 
 
 if __name__ == "__main__":

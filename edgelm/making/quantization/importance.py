@@ -26,6 +26,7 @@ from edgelm.backends.llama.graph_nodes import F32, GraphReader, Node, graph_read
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.base.errors import EdgeLMError, EngineError, ModelError, RequestError
+from edgelm.base.kept_files import delete_older
 from edgelm.base.machine.cpu import usable_cores
 from edgelm.base.machine.memory import available_memory_bytes
 from edgelm.checkpoints.files import file_identity
@@ -290,7 +291,7 @@ class _Kept:
         except OSError as error:
             raise ModelError(f"{files[0].name} cannot be read: {error.strerror}") from None
         self._path = folder / f"{digest.hexdigest()}.gguf"
-        _delete_old(folder)
+        delete_older(folder, MAX_AGE_S, "*.gguf")
 
     def load(self) -> Statistics | None:
         """Return the sums so far; None: there are none."""
@@ -310,10 +311,3 @@ class _Kept:
         statistics.texts = (str(total),)
         with suppress(EdgeLMError):
             write_statistics(statistics, self._path)
-
-
-def _delete_old(folder: Path) -> None:
-    with suppress(OSError):
-        for file in folder.glob("*.gguf"):
-            if time.time() - file.stat().st_mtime > MAX_AGE_S:
-                file.unlink()

@@ -41,13 +41,6 @@ class Int4Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Note:
-    """A fact about the work that its user should know."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Int4Done:
     """The folder is written."""
 

@@ -20,6 +20,7 @@ from edgelm.backends.torch.build import tokenizer_of_folder
 from edgelm.base.disk import require_space
 from edgelm.base.errors import EdgeLMError
 from edgelm.base.machine.memory import available_memory_bytes
+from edgelm.base.workers.messages import Note
 from edgelm.checkpoints.config_json import CONFIG, read_config_json
 from edgelm.checkpoints.files import file_identity
 from edgelm.checkpoints.json_scan import read_json
@@ -28,7 +29,7 @@ from edgelm.making.quantization.activations import Calibration, dense
 from edgelm.making.quantization.calibration import calibration_text
 from edgelm.making.quantization.int4 import Codes, Int4Format, packed
 from edgelm.making.quantization.int4_folder import Stored, UnfinishedFolder, quantization_config
-from edgelm.making.quantization.int4_job import Int4Done, Int4Job, Int4Note, Int4Progress
+from edgelm.making.quantization.int4_job import Int4Done, Int4Job, Int4Progress
 from edgelm.making.quantization.int4_layer import LayerWeights, Place, Site, Statistics, quantize_layer, scale_layer
 from edgelm.making.quantization.int4_plan import Plan, plan_folder
 from edgelm.models.decoder import Layer
@@ -44,7 +45,7 @@ DTYPE_NAMES = {
     torch.int32: "I32",
     torch.int64: "I64",
 }
-Send = Callable[[Int4Progress | Int4Note], None]
+Send = Callable[[Int4Progress | Note], None]
 
 
 def quantize_folder(job: Int4Job, send: Send) -> Int4Done:
@@ -91,7 +92,7 @@ def _calibration_ids(job: Int4Job, config: Mapping[str, Any], plan: Plan, send: 
         raise EdgeLMError("the calibration text has no tokens", "give a text of some thousand words (--calibration)")
     num = min(job.sequences, len(tokens) // own)
     if num < job.sequences:
-        send(Int4Note(f"the calibration text has {num} sequences of {length} tokens; {job.sequences} are better"))
+        send(Note(f"the calibration text has {num} sequences of {length} tokens; {job.sequences} are better"))
     step = (len(tokens) - own) // max(num - 1, 1)
     rows = [bos + tokens[k * step : k * step + own] for k in range(num)]
     return torch.tensor(rows, dtype=torch.int32)
@@ -133,7 +134,7 @@ class _Quantizer:
         layers = self._plan.config.layers
         missing = [i for i in range(len(layers)) if not self._folder.has(self._plan.layer_part(i))]
         if self._folder.continued and len(missing) < len(layers):
-            self._send(Int4Note(f"continuing after {len(layers) - len(missing)} of {len(layers)} layers"))
+            self._send(Note(f"continuing after {len(layers) - len(missing)} of {len(layers)} layers"))
         calibration = self._calibration(ids) if ids is not None and missing else None
         for i in range(missing[-1] + 1 if missing else 0):
             if i in missing:
@@ -228,7 +229,7 @@ class _Quantizer:
         unused = [place for place, seen in statistics.items() if not seen.num_rows and place.role == "feed_in"]
         if unused:
             text = f"layer {i + 1}: {len(unused)} experts saw no token of the calibration, and are rounded plainly"
-            self._send(Int4Note(text))
+            self._send(Note(text))
 
     def _progress(self, i: int, action: str) -> None:
         layers = len(self._plan.config.layers)

@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgelm.base.atomic import atomic_json, read_json
+from edgelm.base.kept_files import delete_older
 from edgelm.checkpoints.gguf import GGUF
 from edgelm.checkpoints.gguf_parse import Tensor, TensorType
 from edgelm.making.quantization.candidates import TYPES
@@ -46,7 +46,7 @@ class Kept:
         self._key = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         self._path = folder / f"{self._key[:32]}.json"
         self._saved = True
-        _delete_old(folder)
+        delete_older(folder, MAX_AGE_S, "*.json")
         document = read_json(self._path, MAX_KEPT_BYTES)
         numbers = document.get("numbers") if isinstance(document, dict) and document.get("key") == self._key else {}
         self._numbers = {
@@ -164,13 +164,6 @@ class Laboratory:
         """Return the importance of the columns of a tensor: [matrices, columns]."""
         weights = self._importance.get(tensor.name)
         return None if weights is None else np.asarray(weights, np.float32).reshape(-1, tensor.shape[0])
-
-
-def _delete_old(folder: Path) -> None:
-    with suppress(OSError):
-        for path in folder.glob("*.json"):
-            if path.stat().st_mtime < time.time() - MAX_AGE_S:
-                path.unlink(missing_ok=True)
 
 
 def _as(values: Floats, kind: TensorType, weights: Floats | None) -> Floats:

@@ -16,8 +16,7 @@ from edgelm import __version__
 from edgelm.engine.core import ExecutorInfo, Sampled, Stats
 from edgelm.jobs.request import AnswerDelta, AnswerReason, Span
 from edgelm.server.api.arguments import custom_input
-from edgelm.server.api.dialect import COMMENT, DONE, AnswerContext
-from edgelm.server.api.errors import ApiError
+from edgelm.server.api.dialect import DONE, AnswerContext, Reply
 from edgelm.server.api.logprobs import FEW_TOKENS, chat_logprobs, each_logprobs
 from edgelm.text.parse import Args, CallBegin, CallEnd, Content, Part, Reasoning
 
@@ -34,7 +33,7 @@ class ReplyOptions:
     has_prediction: bool = False
 
 
-class ChatReply:
+class ChatReply(Reply):
     """The choices of one request."""
 
     def __init__(self, options: ReplyOptions, context: AnswerContext) -> None:
@@ -48,12 +47,6 @@ class ChatReply:
     def opening(self) -> bytes:
         choices = range(self._options.num_choices)
         return b"".join(event(self._chunk(index, {"role": "assistant", "content": ""})) for index in choices)
-
-    def ping(self) -> bytes:
-        return COMMENT
-
-    def error(self, error: ApiError) -> bytes:
-        return error.event()
 
     def delta(self, delta: AnswerDelta) -> bytes:
         logprobs = self._logprobs(delta.sampled)

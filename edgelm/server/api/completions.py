@@ -16,7 +16,7 @@ from edgelm import __version__
 from edgelm.base.sampling import MAX_LOGPROBS
 from edgelm.jobs.request import AnswerDelta, AnswerRequest
 from edgelm.server.api.chat_reply import event, figures, openai_reason, usage
-from edgelm.server.api.dialect import COMMENT, DONE, AnswerContext
+from edgelm.server.api.dialect import DONE, AnswerContext, Reply
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.fields import (
     MAX_CHOICES,
@@ -127,7 +127,7 @@ class CompletionsRequest(GrammarFields, SamplingFields, KeepAliveFields):
         )
 
 
-class CompletionsReply:
+class CompletionsReply(Reply):
     """The choices of one request, numbered by prompt and by answer to it."""
 
     def __init__(self, request: CompletionsRequest, context: AnswerContext) -> None:
@@ -137,15 +137,6 @@ class CompletionsReply:
         self._created = int(time.time())
         self._offsets: dict[int, TextOffsets] = {}  # by choice
         self._last: dict[int, AnswerDelta] = {}  # by choice
-
-    def opening(self) -> bytes:
-        return b""
-
-    def ping(self) -> bytes:
-        return COMMENT
-
-    def error(self, error: ApiError) -> bytes:
-        return error.event()
 
     def delta(self, delta: AnswerDelta) -> bytes:
         if not (delta.text or delta.reason or (delta.sampled and self._request.logprobs is not None)):

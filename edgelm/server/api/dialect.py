@@ -33,22 +33,29 @@ class AnswerContext:
 
 
 class Reply(Protocol):
-    """The form of one answer, or of several choices. It follows the deltas in order."""
+    """The form of one answer, or of several choices. It follows the deltas in order.
+
+    A dialect inherits what it does as most do: neither opening nor closing, OpenAI's error, a comment as ping.
+    """
 
     def opening(self) -> bytes:
         """Return the events that open a stream, before any delta."""
+        return b""
 
     def delta(self, delta: AnswerDelta) -> bytes:
         """Return the events of a delta, one write for all; empty: it has nothing to show."""
 
     def closing(self) -> bytes:
         """Return the events after the last delta."""
+        return b""
 
     def error(self, error: ApiError) -> bytes:
         """Return the event of a failure after `opening`."""
+        return error.event()
 
     def ping(self) -> bytes:
         """Return bytes that reset a client's idle clock."""
+        return COMMENT
 
     def whole(self, deltas: Sequence[AnswerDelta]) -> dict[str, Any]:
         """Return the response of a request that does not stream."""

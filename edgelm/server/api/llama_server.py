@@ -15,7 +15,7 @@ from edgelm.engine.core import Stats
 from edgelm.jobs.request import AnswerDelta, AnswerRequest
 from edgelm.server.api.chat_reply import event
 from edgelm.server.api.completions import Prompt
-from edgelm.server.api.dialect import COMMENT, AnswerContext
+from edgelm.server.api.dialect import AnswerContext, Reply
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.fields import Body, GrammarFields, KeepAliveFields, SamplingFields
 from edgelm.server.api.sentinels import OFF_OF_TEXTS
@@ -112,30 +112,18 @@ class InfillRequest(LlamaServerRequest):
         )
 
 
-class LlamaServerReply:
+class LlamaServerReply(Reply):
     """The answer to one request."""
 
     def __init__(self, request: LlamaServerRequest, context: AnswerContext) -> None:
         self._request = request
         self._context = context
 
-    def opening(self) -> bytes:
-        return b""
-
-    def ping(self) -> bytes:
-        return COMMENT
-
-    def error(self, error: ApiError) -> bytes:
-        return error.event()
-
     def delta(self, delta: AnswerDelta) -> bytes:
         text = b""
         if delta.text:
             text = event({"index": 0, "content": delta.text, "tokens": [], "stop": False})
         return text + event(self._chosen(self._end(delta, ""))) if delta.reason else text
-
-    def closing(self) -> bytes:
-        return b""
 
     def whole(self, deltas: Sequence[AnswerDelta]) -> dict[str, Any]:
         return self._chosen(self._end(deltas[-1], "".join(delta.text for delta in deltas)))

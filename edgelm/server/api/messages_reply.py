@@ -13,7 +13,7 @@ from typing import Any
 from edgelm.engine.core import Stats
 from edgelm.jobs.request import AnswerDelta
 from edgelm.server.api.arguments import read_arguments
-from edgelm.server.api.dialect import AnswerContext
+from edgelm.server.api.dialect import AnswerContext, Reply
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.messages import PING, MessagesRequest, error_event
 from edgelm.text.parse import Args, CallBegin, CallEnd, Content, Part, Reasoning
@@ -27,7 +27,7 @@ REASONS = {
 }
 
 
-class MessagesReply:
+class MessagesReply(Reply):
     """The answer as content blocks: their indices count from 0, and one is open at a time."""
 
     def __init__(self, request: MessagesRequest, context: AnswerContext) -> None:

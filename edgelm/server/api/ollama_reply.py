@@ -12,7 +12,7 @@ from typing import Any
 
 from edgelm.jobs.request import AnswerDelta
 from edgelm.server.api.arguments import read_arguments
-from edgelm.server.api.dialect import AnswerContext
+from edgelm.server.api.dialect import AnswerContext, Reply
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.logprobs import chat_logprobs
 from edgelm.server.api.ollama import OllamaChatRequest, OllamaRequest, error_event, line
@@ -21,7 +21,7 @@ from edgelm.text.parse import Args, CallBegin, CallEnd, Part
 NS_OF_MS = 1e6
 
 
-class OllamaReply:
+class OllamaReply(Reply):
     """The answer to one request."""
 
     def __init__(self, request: OllamaRequest, context: AnswerContext) -> None:
@@ -30,9 +30,6 @@ class OllamaReply:
         self._began = time.monotonic()
         self._calls: list[tuple[CallBegin, list[str]]] = []  # with their arguments so far
         self._num_calls = 0  # complete calls
-
-    def opening(self) -> bytes:
-        return b""
 
     def ping(self) -> bytes:
         return line(self._object(self._message("", "", [])))
@@ -44,9 +41,6 @@ class OllamaReply:
         shown = self._shown(delta.text, delta.reasoning, delta.parts, [delta])
         lines = line(self._object(shown)) if shown else b""
         return lines + line(self._object(self._message("", "", [])) | self._end(delta)) if delta.reason else lines
-
-    def closing(self) -> bytes:
-        return b""
 
     def whole(self, deltas: Sequence[AnswerDelta]) -> dict[str, Any]:
         text, thinking = ("".join(getattr(delta, name) for delta in deltas) for name in ("text", "reasoning"))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from edgelm.engine.core import Sampled
 from edgelm.jobs.request import AnswerDelta
 from edgelm.server.api.arguments import custom_input
-from edgelm.server.api.dialect import AnswerContext
+from edgelm.server.api.dialect import AnswerContext, Reply
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.fields import sampling_values
 from edgelm.server.api.logprobs import FEW_TOKENS, each_logprobs
@@ -51,7 +51,7 @@ def error_event(error: ApiError) -> bytes:
     return b"event: error\ndata: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
 
 
-class ResponsesReply:
+class ResponsesReply(Reply):
     """The response to one request."""
 
     def __init__(self, request: ResponsesRequest, context: AnswerContext) -> None:
@@ -106,9 +106,6 @@ class ResponsesReply:
         events += self._close("completed" if delta.reason not in INCOMPLETE else "incomplete")
         response = self._final(delta)
         return events + self._event(f"response.{response['status']}", response=response)
-
-    def closing(self) -> bytes:
-        return b""
 
     def whole(self, deltas: Sequence[AnswerDelta]) -> dict[str, Any]:
         self._streams = False

@@ -26,7 +26,7 @@ from tests.engine.sampling.slow import exact, packed
 from tests.engine.sampling.test_reference import TRUNCATIONS, fresh_rng, params_for, rows
 
 EXAMPLES = Count(test=40, soak=6_000)  # of hypothesis
-BIG_DRAWS = Count(test=10, soak=2_000)
+BIG_DRAWS = Count(test=10, soak=16_000)  # of each row
 NEAR = 1e-5  # so near to a boundary between tokens, or to a bound, implementations may differ
 
 
@@ -120,16 +120,26 @@ def test_equals_the_reference_on_large_vocabularies(num_vocab: int, deviation: f
     values = values.round(1) if rng.random() < 0.5 else values  # ties
     values[rng.random(num_vocab) < 0.1] = -math.inf
     logits = values.astype(np.float32)
+    prompt = rng.integers(0, num_vocab, 30).tolist()
+    answer = prompt[:9]
+    history = History(prompt)
+    history.extend(answer)
+    bias = ((int(rng.integers(num_vocab)), 2.0),)
     tally = Tally()
     sampler = DeviceSampler(num_vocab, len(TRUNCATIONS), "cpu", "reference")
     table = torch.from_numpy(logits).expand(len(TRUNCATIONS), num_vocab)
-    for _ in range(BIG_DRAWS if num_vocab < 10_000 else BIG_DRAWS // 10):
-        requests = [
-            RowRequest(replace(params, seed=int(rng.integers(2**63))), int(rng.integers(2**32)))
-            for params in TRUNCATIONS
-        ]
+    for turn in range(BIG_DRAWS if num_vocab < 10_000 else max(1, BIG_DRAWS // 80)):  # 0.1 s a draw of 128,256
+        requests = []
+        for number, params in enumerate(TRUNCATIONS):
+            if (turn + number) % 2:  # each with penalties and a bias, too
+                params = replace(
+                    params, repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.5, logit_bias=bias
+                )
+            params = replace(params, seed=int(rng.integers(2**63)))
+            requests.append(RowRequest(params, int(rng.integers(2**32)), history))
         for got, request in zip(sampler.sample(table, requests, None), requests, strict=True):
-            tally.expect(got, sample(logits, request.params, request.position), logits, request)
+            want = sample(logits, request.params, request.position, history)
+            tally.expect(got, want, logits, request, prompt, answer)
     tally.done()
 
 

@@ -1,7 +1,4 @@
-"""Runs a program of this package as a child process, where Triton does not interpret, and reads its lines of JSON.
-
-They are appended to the file EMULATED_LINES, if there is such a variable: packaging/soak.sh makes a table of them.
-"""
+"""Runs a program of this package as a child process, where Triton does not interpret, and reads its lines of JSON."""
 
 from __future__ import annotations
 
@@ -35,9 +32,6 @@ def lines_of(program: str, *arguments: str, triton: Path | None = None) -> list[
     `triton` is a folder with another release of it.
     """
     out = output_of([sys.executable, "-m", f"tests.kernels.emulated.{program}", *arguments], LIMIT_S, triton)
-    if (path := os.environ.get("EMULATED_LINES")) and triton is None:
-        with Path(path).open("a", encoding="utf-8") as file:
-            file.write(out)
     return [json.loads(line) for line in out.splitlines()]
 
 

@@ -1,27 +1,27 @@
 """Deliberate mutations of compiled kernels: each changes one place of the PTX, and its emulation must fail.
 
-    python -m tests.kernels.emulated.mutations [--main] [--append FILE] [WORD...]
+    python -m tests.kernels.emulated.mutations [--main] [WORD...]
 
 A mutation is found by a result beyond its bound, or by an access outside of its tensor, a race or a deadlock. A line of
 JSON for each says by what. The exit code is 1 if a mutation survives that is not listed as equivalent, or if one that
-is listed is found. With --append, the lines go to the end of a file, and those of the present kernels are not repeated.
+is listed is found.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tests.kernels.emulated.case import OUTSIDE_OF_STEPS, EmulatedCase, all_cases, emulate
-from tests.kernels.emulated.records import Records, collecting_by_hand
+from tests.kernels.emulated.memory import collecting_by_hand
 
 if TYPE_CHECKING:
     from tests.kernels.ptx.replay import Launches
@@ -346,19 +346,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.kernels.emulated.mutations")
     parser.add_argument("words", nargs="*")
     parser.add_argument("--main", action="store_true", help="only the mutations of every test run")
-    parser.add_argument("--append", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
-    records = Records(options.append, ("title",))
     wrong = 0
     subject, known = None, Launches()
     for mutation in chosen(options.words, options.main):
-        if records.has(mutation.title):
-            continue
         if mutation.subject is not subject:
             subject, known = mutation.subject, Launches()
         verdict = judge(mutation, known)
         wrong += bool(verdict.found) == (mutation.title in EQUIVALENT)
-        records.add(fields(verdict))
+        print(json.dumps(fields(verdict)), flush=True)
     return int(wrong > 0)
 
 

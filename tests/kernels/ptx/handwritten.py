@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 
-from tests.kernels.ptx.instructions import OF_REGISTERS
 from tests.kernels.ptx.machine import Machine, Order
 from tests.kernels.ptx.parse import parse
-from tests.kernels.ptx.registers import Registers
-from tests.kernels.ptx.values import Array
 
 DECLARED = ".reg .pred %p<16>; .reg .b16 %rs<32>; .reg .b32 %r<200>; .reg .b64 %rd<32>;"
 
@@ -37,16 +33,3 @@ def run(
         {{ {DECLARED} {loads} mov.u32 %r0, %tid.x; {body} ret; }}"""
     machine = Machine(parse(text), warps, min(together, ctas), shared_bytes, order, races)
     machine.run(tensors, [tensor.data_ptr() for tensor in tensors], (ctas,), seed)
-
-
-def compute(text: str, registers: Mapping[str, Array], output: str) -> Array:
-    """Run instructions that only use registers, on arrays of values; return those of a register."""
-    program = parse(f".visible .entry test() {{ {DECLARED} {text} ret; }}")
-    bank = Registers(program, len(next(iter(registers.values()))), {})
-    for name, values in registers.items():
-        register = bank.array(name)
-        register[:] = values.view(register.dtype)
-    with np.errstate(all="ignore"):
-        for instruction in program.instructions[:-1]:
-            OF_REGISTERS[instruction.parts[0]](instruction, bank)(None)
-    return bank.array(output)

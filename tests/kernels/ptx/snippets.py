@@ -1,7 +1,7 @@
-"""Small kernels of one or two warps, written by hand, for the emulator's own tests.
+"""A few instructions on words, for the emulator's own tests.
 
-Owns the text around a few instructions: their inputs come from tensors, a row of each to a thread, and their outputs
-go back the same way. Knows nothing of what the instructions do.
+Owns the text around them: their inputs come from tensors, a row of each to a thread, and their outputs go back the same
+way. Knows nothing of what the instructions do.
 """
 
 from __future__ import annotations
@@ -12,36 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tests.kernels.ptx.machine import Machine, Order
-from tests.kernels.ptx.parse import parse
+from tests.kernels.ptx.handwritten import run
 
 Words = NDArray[np.uint64]
-REGISTERS = ".reg .pred %p<20>;\n.reg .b16 %rs<20>;\n.reg .b32 %r<80>;\n.reg .b64 %rd<40>;\n"
-
-
-def kernel(body: str, num_pointers: int) -> str:
-    """Return the PTX of a kernel `k`; %rd0, %rd1, ... are its pointers, and %r0 is %tid.x."""
-    parameters = ", ".join(f".param .u64 k_param_{at}" for at in range(num_pointers))
-    loads = "".join(f"ld.param.b64 %rd{at}, [k_param_{at}];\n" for at in range(num_pointers))
-    shared = ".extern .shared .align 16 .b8 global_smem[];\n"
-    return f"{shared}.visible .entry k({parameters})\n{{\n{REGISTERS}{loads}mov.u32 %r0, %tid.x;\n{body}\nret;\n}}\n"
-
-
-def run(
-    body: str,
-    tensors: Sequence[torch.Tensor],
-    *,
-    num_warps: int = 1,
-    grid: Sequence[int] = (1,),
-    shared_bytes: int = 0,
-    order: Order = "least",
-    races: bool = False,
-    seed: int = 0,
-) -> None:
-    """Run a kernel on tensors."""
-    num_ctas = int(np.prod(grid)) if order == "least" else 1
-    machine = Machine(parse(kernel(body, len(tensors))), num_warps, num_ctas, shared_bytes, order, races)
-    machine.run(tensors, [tensor.data_ptr() for tensor in tensors], grid, seed)
 
 
 def tensor_of(array: NDArray[np.generic]) -> torch.Tensor:
@@ -71,5 +44,5 @@ def compute(instructions: str, inputs: Sequence[Words], outputs: str = "b64") ->
     lines += [f"add.s64 %rd8, %rd{len(inputs)}, %rd9;", "st.global.b64 [%rd8], %rd30;"]
     # At most 1,024 threads, as on a GPU.
     assert lanes <= 1024
-    run("\n".join(lines), [*map(tensor_of, padded), out], num_warps=lanes // 32)
+    run("\n".join(lines), [*map(tensor_of, padded), out], warps=lanes // 32)
     return out.numpy().view(np.uint64)[: len(inputs[0])]

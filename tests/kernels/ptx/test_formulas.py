@@ -135,9 +135,9 @@ def test_integers(name: str) -> None:
     inputs = [words(400, SEED + at) & np.uint64(M32) for at in range(count)]
     inputs = [np.concatenate([given, np.roll(given[:14], at * 5)]) for at, given in enumerate(inputs)]
     if name.startswith(("sh", "bf")):
-        inputs[-1] = inputs[-1] % np.uint64(40)  # counts about as large as the width
+        inputs[-1][::2] %= np.uint64(40)  # half of the counts are about as large as the width
     if name.startswith("bf"):
-        inputs[-2] = inputs[-2] % np.uint64(40)
+        inputs[-2][: len(inputs[-2]) // 2] %= np.uint64(40)
     operands = ", ".join(f"%r{10 + at}" for at in range(count))
     results = compute(f"{name} %r30, {operands};", inputs, "b32")
     for *given, result in zip(*(array.tolist() for array in (*inputs, results)), strict=True):
@@ -158,6 +158,8 @@ WIDE: dict[str, Callable[[int, int], int]] = {
     "popc.b64 %r30, %rd10; cvt.u64.u32 %rd30, %r30;": lambda a, b: a.bit_count(),
     "clz.b64 %r30, %rd10; cvt.u64.u32 %rd30, %r30;": lambda a, b: 64 - a.bit_length(),
     "cvt.s64.s32 %rd30, %r10;": lambda a, b: signed(a),
+    "cvt.s8.s32 %r30, %r10; cvt.s64.s32 %rd30, %r30;": lambda a, b: signed(a, 8),
+    "cvt.u16.u32 %rs19, %r10; cvt.u64.u16 %rd30, %rs19;": lambda a, b: a & 0xFFFF,
     "cvt.s32.s8 %r30, %r10; cvt.s64.s32 %rd30, %r30;": lambda a, b: signed(a, 8),
     "cvt.s16.s8 %rs19, %rs10; cvt.s64.s16 %rd30, %rs19;": lambda a, b: signed(a, 8),
     "mov.b64 {%r20, %r21}, %rd10; mov.b64 %rd30, {%r21, %r11};": lambda a, b: a >> 32 | (b & M32) << 32,
@@ -166,6 +168,10 @@ WIDE: dict[str, Callable[[int, int], int]] = {
     ),
     "lop3.b32 %r30, %r10, %r11, 0xF0F0F0F0, 0xCA; cvt.u64.u32 %rd30, %r30;": lambda a, b: (
         (a & b | ~a & 0xF0F0F0F0) & M32
+    ),
+    "lop3.b32 %r30, %r10, %r11, 0xF0F0F0F0, 0x6A; cvt.u64.u32 %rd30, %r30;": lambda a, b: (a & b ^ 0xF0F0F0F0) & M32,
+    "setp.lt.s32 %p1, %r10, %r11; selp.b32 %r30, %r10, 7, %p1; cvt.u64.u32 %rd30, %r30;": lambda a, b: (
+        a & M32 if signed(a) < signed(b) else 7
     ),
     "setp.lt.s64 %p1, %rd10, %rd11; selp.b64 %rd30, %rd10, %rd11, %p1;": lambda a, b: min(signed(a, 64), signed(b, 64)),
     "setp.lt.u32 %p1, %r10, %r11; @!%p1 bra $L1; mov.b64 %rd30, 5; bra $L2; $L1: mov.b64 %rd30, 6; $L2:": lambda a, b: (
@@ -202,6 +208,10 @@ def test_fused_multiply_add_rounds_once() -> None:
     for *given, result in zip(*(array.tolist() for array in (*inputs, results)), strict=True):
         a, b, c = (Fraction(number(bits)) for bits in given)
         assert number(result) == nearest_float32(a * b + c)
+    large, minus = (
+        np.array([value], np.float32).view(np.uint32).astype(np.uint64) for value in (2.0**127, -(2.0**127))
+    )
+    assert np.isinf(number(int(compute("fma.rn.f32 %r30, %r10, %r10, %r11;", [large, minus], "b32")[0])))
 
 
 NUMBERS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {  # type: ignore[type-arg]  # of float32
@@ -238,8 +248,11 @@ def test_comparisons_of_numbers_with_nan() -> None:
         for (x, y), first, second in zip(pairs, ordered, either, strict=True):
             expected = eval(f"x {sign} y", {"x": x, "y": y})
             assert (first, second) == (expected, expected or math.isnan(x) or math.isnan(y))
-    differ = compute("setp.ne.f32 %p1, %r10, %r11;", [a, b], "pred").tolist()
-    assert differ == [x != y and not math.isnan(x) and not math.isnan(y) for x, y in pairs]
+    for name, either in (("ne", False), ("neu", True)):
+        differ = compute(f"setp.{name}.f32 %p1, %r10, %r11;", [a, b], "pred").tolist()
+        assert differ == [either if math.isnan(x) or math.isnan(y) else x != y for x, y in pairs]
+    unordered = compute("setp.nan.f32 %p1, %r10, %r11;", [a, b], "pred").tolist()
+    assert unordered == [math.isnan(x) or math.isnan(y) for x, y in pairs]
 
 
 def float_tensor(bits: Words) -> torch.Tensor:
@@ -268,6 +281,7 @@ def test_halves(kind: str, dtype: torch.dtype) -> None:
         ("fma.rn", halves[0] * halves[1] + halves[2]),
         ("mul.rn", halves[0] * halves[1]),
         ("add.rn", halves[0] + halves[1]),
+        ("sub.rn", halves[0] - halves[1]),
     ):
         operands = "%r20, %r21, %r22" if name == "fma.rn" else "%r20, %r21"
         out = compute(f"{text}{name}.{kind}x2 %r30, {operands};", [a, b, c], "b32").astype(np.uint32)
@@ -276,6 +290,7 @@ def test_halves(kind: str, dtype: torch.dtype) -> None:
         nearest = exact_half(expected[finite], dtype)
         assert same(low[finite, 0], nearest)
         assert same(low[finite, 1], nearest)
+        assert same(low[~finite, 0], expected[~finite].to(dtype))
 
 
 def exact_half(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -353,6 +368,9 @@ def test_approximations_are_as_near_as_a_gpu(name: str) -> None:
     [
         "frob.b32 %r30, %r10;",
         "add.odd.f32 %r30, %r10, %r10;",
+        "add.rp.f32 %r30, %r10, %r10;",
+        "cvt.rn.tf32.f32 %r30, %r10;",
+        "prmt.f4e.b32 %r30, %r10, %r10, %r10;",
         "ld.local.b32 %r30, [%rd0];",
         "fence.acq_rel.gpu;",
         "mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 %r1, %r2, %r3, %r4;",

@@ -21,12 +21,13 @@ from safetensors.torch import save_file
 
 from edgelm.base.disk import unfinished
 from edgelm.base.errors import EdgeLMError, ModelError
+from edgelm.base.workers.messages import Result
 from edgelm.base.workers.parent import Worker
 from edgelm.library.scan import scan
 from edgelm.making.conversion import gguf_file
 from edgelm.making.conversion.convert import Report, Source, convert_folder
 from edgelm.making.conversion.gguf_file import GGUFFile
-from edgelm.making.conversion.messages import REPLIES, WORKER, Converted, ConvertJob, Written
+from edgelm.making.conversion.messages import REPLIES, WORKER, ConvertJob, Written
 from edgelm.making.conversion.tensors import Bytes, OutTensor
 from tests.counts import Count
 from tests.making.conversion.folders import folder_of
@@ -215,7 +216,7 @@ def test_kills_at_random_points(larger: Path, tmp_path: Path) -> None:
             timer = Timer(rng.uniform(0, LAST_KILL_S) if kill % 2 else TIMEOUT_S, worker.kill)  # at any moment, too
             timer.start()
             for reply in iter(lambda: worker.receive(TIMEOUT_S), None):
-                if isinstance(reply, Converted):
+                if isinstance(reply, Result):
                     break
                 if isinstance(reply, Written) and kill % 2 == 0 and reply.done >= share * reply.total:
                     worker.kill()
@@ -230,7 +231,7 @@ def test_kills_at_random_points(larger: Path, tmp_path: Path) -> None:
             out.unlink()
     with Worker(WORKER, replies=REPLIES) as worker:
         worker.send(job)
-        assert isinstance(list(worker.replies())[-1], Converted)
+        assert isinstance(list(worker.replies())[-1], Result)
     assert hashlib.sha256(out.read_bytes()).hexdigest() == digest
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
 

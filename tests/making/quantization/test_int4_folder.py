@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from edgelm.base.errors import EdgeLMError
+from edgelm.base.workers.messages import Note
 from edgelm.checkpoints.config_json import read_config_json
 from edgelm.checkpoints.safetensors import open_safetensors
 from edgelm.library.local import find_local
@@ -20,7 +21,7 @@ from edgelm.making.quantization import int4_model
 from edgelm.making.quantization.activations import Calibration, dense
 from edgelm.making.quantization.int4 import Int4Format
 from edgelm.making.quantization.int4_folder import UnfinishedFolder
-from edgelm.making.quantization.int4_job import Int4Job, Int4Note, Int4Progress
+from edgelm.making.quantization.int4_job import Int4Job, Int4Progress
 from edgelm.making.quantization.int4_layer import LayerWeights, scale_layer
 from edgelm.making.quantization.int4_plan import plan_folder
 from edgelm.models.loading.decoder import load_layer
@@ -49,7 +50,7 @@ FAMILIES = (
     "gemma3",
     "gemma4",
 )
-Replies = list[Int4Progress | Int4Note]
+Replies = list[Int4Progress | Note]
 
 
 @pytest.fixture(autouse=True)
@@ -197,7 +198,7 @@ def test_an_expert_that_saw_no_token_is_rounded_plainly(source: Path, tmp_path: 
     router[:3] = tensors["model.layers.0.post_attention_layernorm.weight"].sign() * 0
     save_file(tensors, folder / "model.safetensors")
     out, replies = quantize(folder, tmp_path / "out", "int4-awq")
-    notes = [reply.text for reply in replies if isinstance(reply, Int4Note)]
+    notes = [reply.text for reply in replies if isinstance(reply, Note)]
     assert any("layer 1: 3 experts saw no token" in note for note in notes)
     assert logits(out, list(b"fox")).isfinite().all()
 
@@ -238,7 +239,7 @@ def test_an_interrupted_run_goes_on_after_the_last_layer(
         quantize(source, out)
     monkeypatch.setattr(Path, "rename", rename)
     _, replies = quantize(source, out)
-    assert [reply.text for reply in replies if isinstance(reply, Int4Note)][-1] == "continuing after 2 of 2 layers"
+    assert [reply.text for reply in replies if isinstance(reply, Note)][-1] == "continuing after 2 of 2 layers"
     assert not [reply for reply in replies if isinstance(reply, Int4Progress)]
     for path in whole.iterdir():
         assert path.read_bytes() == (out / path.name).read_bytes(), path.name
