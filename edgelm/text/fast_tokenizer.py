@@ -1,8 +1,7 @@
 """A tokenizer on the `tokenizers` library, for models whose vocabulary llama.cpp does not have.
 
 Owns what that library lacks: the bytes of a token, the ids that end an answer, and encoding without special tokens.
-Reads only tokenizer.json; the caller passes the contents of the model's other files. gguf_tokenizer.py builds one from
-a GGUF.
+Reads only tokenizer.json; the caller passes the contents of the model's other files.
 """
 
 from __future__ import annotations

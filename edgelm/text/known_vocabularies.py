@@ -46,8 +46,6 @@ SPLITS = {
     "llama4": [_O200K],
     "tekken": [_TEKKEN],
 }
-# A word that is itself a token is not built by merges.
-WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
 # Tokens with this text end an answer even if the files do not say so. The list is llama.cpp's.
 STOP_STRINGS = frozenset(
     "<|eot_id|>,<|im_end|>,<|end|>,<|return|>,<|call|>,<|calls|>,<end_of_turn>,<|endoftext|>,<|end_of_text|>,<|eom_id|>,"

@@ -1,4 +1,4 @@
-"""Tokenizers without llama.cpp: from the fields of a GGUF, with llama.cpp's ids, and from a folder's tokenizer.json."""
+"""The tokenizer of a folder's tokenizer.json, which has llama.cpp's ids where it is made of a GGUF's vocabulary."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from edgelm.text.calls.format import HARMONY_MARKS
 from edgelm.text.chat import render_chat
 from edgelm.text.chat_tokens import encode_rendered
 from edgelm.text.fast_tokenizer import FastTokenizer
-from edgelm.text.gguf_tokenizer import gguf_tokenizer
 from edgelm.text.template import ChatTemplate
 from edgelm.text.tokenizer import Tokenizer
 from tests.real_data import data_file, vocabulary, with_vocabulary
+from tests.text.gguf_tokenizer import gguf_tokenizer
 from tests.text.test_tokenizer import finish, start_gguf
 from tests.tiny import write_tiny
 
@@ -423,25 +423,6 @@ def test_a_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ModelError, match="UTF-8"):
         load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({}, "no vocabulary"),
-        ({"tokenizer.ggml.model": "bert", "tokenizer.ggml.tokens": ["a"]}, "needs llama.cpp"),
-        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.pre": "new"}, "split"),
-        (
-            {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.scores": [0.0]},
-            "score",
-        ),
-        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", 3]}, "not strings"),
-        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.merges": ["x y"]}, "damaged"),
-    ],
-)
-def test_a_vocabulary_that_cannot_be_read_is_refused(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(ModelError, match=words):
-        gguf_tokenizer(fields)
 
 
 def test_the_text_of_a_vocabulary_is_a_tokenizer_json(tmp_path: Path) -> None:

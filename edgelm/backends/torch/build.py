@@ -1,7 +1,7 @@
 """Builds an engine over our own kernels, from settings and an open model.
 
 Owns the choices that need all parts: context and KV mode by the free memory, the dtype, and the tokenizer. A GGUF's
-tokenizer is llama.cpp's if that is installed; all others use the library `tokenizers`.
+tokenizer is llama.cpp's; a folder's uses the library `tokenizers`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ from edgelm.base.workers.messages import EngineJob
 from edgelm.checkpoints.config_json import CONFIG
 from edgelm.checkpoints.files import file_identity
 from edgelm.checkpoints.gguf import GGUF
-from edgelm.checkpoints.gguf_parse import Array
 from edgelm.checkpoints.json_scan import read_json
 from edgelm.engine.clock import StepClock
 from edgelm.engine.core import Drafter, ExecutorInfo
@@ -379,17 +378,11 @@ def tokenizer_of(model: OpenedModel) -> Tokenizer:
 
 
 def _gguf_tokenizer(gguf: GGUF) -> Tokenizer:
-    if find_spec("llama_cpp") is not None:
-        from edgelm.backends.llama.api import start_backend  # native code, which is not on every machine
-        from edgelm.backends.llama.tokenizer import LlamaTokenizer
+    from edgelm.backends.llama.api import start_backend  # native code, which a folder of safetensors does not need
+    from edgelm.backends.llama.tokenizer import LlamaTokenizer
 
-        start_backend()
-        return LlamaTokenizer.from_file(gguf.path)
-    _require_tokenizers()
-    from edgelm.text.gguf_tokenizer import gguf_tokenizer
-
-    fields = {key: list(value) if isinstance(value, Array) else value for key, value in gguf.metadata.items()}
-    return gguf_tokenizer(fields)
+    start_backend()
+    return LlamaTokenizer.from_file(gguf.path)
 
 
 def tokenizer_of_folder(folder: Path, config: Mapping[str, Any]) -> Tokenizer:

@@ -1,50 +1,40 @@
-"""Builds a tokenizer of the `tokenizers` library from a GGUF's vocabulary, for machines without llama.cpp.
+"""Builds a tokenizer of the `tokenizers` library from a GGUF's vocabulary: tests have no real tokenizer.json.
 
-Owns the meaning of the fields `tokenizer.ggml.*`: the two kinds of vocabulary that nearly all models have, and the
-named patterns that split a text. Knows nothing of files: the fields come as a mapping.
+Owns the meaning of the fields `tokenizer.ggml.*`, for the two kinds of vocabulary that nearly all models have. Knows
+nothing of files: the fields come as a mapping.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import BPE
 
-from edgelm.base.errors import ModelError
 from edgelm.text.fast_tokenizer import FastTokenizer, VocabularyFacts
-from edgelm.text.known_vocabularies import SPACE, SPLITS, STOP_STRINGS, WHOLE_WORDS_FIRST
+from edgelm.text.known_vocabularies import SPACE, SPLITS, STOP_STRINGS
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # token types
-INSTALL = "pip install llama-cpp-python, which reads it"
 FIELD = "tokenizer.ggml."
 
 # The special tokens of models with these names take the white space behind them, but for those of KEEPS_SPACE. A GGUF
 # does not say so; llama.cpp has the same list.
 STRIPS = ("phi-3", "phi3")
 KEEPS_SPACE = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+# A word that is itself a token is not built by merges.
+WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
 COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen", "qwen35"})  # the text is normalized to NFC
 
 
 def gguf_tokenizer(fields: Mapping[str, Any]) -> FastTokenizer:
-    """Build the tokenizer of a GGUF from its metadata, with arrays as sequences.
-
-    Raises ModelError for a damaged vocabulary, or one of another kind.
-    """
+    """Build the tokenizer of a GGUF from its metadata, with arrays as sequences."""
     family = fields.get(FIELD + "model")
     tokens, types = _strings(fields, "tokens"), list(fields.get(FIELD + "token_type") or [])
     types += [1] * (len(tokens) - len(types))
     types = [CONTROL if token in STOP_STRINGS else kind for token, kind in zip(tokens, types, strict=False)]
-    if not tokens:
-        raise ModelError("the model has no vocabulary", "take one with a tokenizer in its file")
-    if family == "gpt2":
-        rust = _byte_level(fields, tokens)
-    elif family == "llama":
-        rust = _sentence_piece(fields, tokens, types)
-    else:
-        raise ModelError(f"a vocabulary of the kind {str(family)[:20]!r} needs llama.cpp", INSTALL)
+    rust = _byte_level(fields, tokens) if family == "gpt2" else _sentence_piece(fields, tokens, types)
     strips = any(name in str(fields.get("general.name", "")).lower() for name in STRIPS)
     for special, added_type in ((True, CONTROL), (False, USER_DEFINED)):
         added = [
@@ -58,8 +48,6 @@ def gguf_tokenizer(fields: Mapping[str, Any]) -> FastTokenizer:
 
 def _byte_level(fields: Mapping[str, Any], tokens: list[str]) -> RustTokenizer:
     pre = str(fields.get(FIELD + "pre") or "default")
-    if pre not in SPLITS:
-        raise ModelError(f"the vocabulary splits text by the rule {pre[:30]!r}, which only llama.cpp has", INSTALL)
     merges = [_pair(merge) for merge in _strings(fields, "merges")]
     rust = _tokenizer(tokens, merges, ignore_merges=pre in WHOLE_WORDS_FIRST)
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[pre]]
@@ -72,12 +60,7 @@ def _byte_level(fields: Mapping[str, Any], tokens: list[str]) -> RustTokenizer:
 
 def _sentence_piece(fields: Mapping[str, Any], tokens: list[str], types: list[int]) -> RustTokenizer:
     """Build a BPE vocabulary of SentencePiece, which merges the adjacent pair with the best score first."""
-    scores = list(fields.get(FIELD + "scores") or [])
-    if len(scores) != len(tokens):
-        raise ModelError(
-            "the vocabulary is damaged: it does not have one score for each token",
-            "download it again (edgelm pull --verify MODEL)",
-        )
+    scores = list(fields[FIELD + "scores"])
     ids = {token: index for index, token in enumerate(tokens)}
     merges = []
     for token, index in ids.items():
@@ -101,12 +84,7 @@ def _sentence_piece(fields: Mapping[str, Any], tokens: list[str], types: list[in
 
 
 def _tokenizer(tokens: list[str], merges: list[tuple[str, str]], **options: Any) -> RustTokenizer:
-    try:
-        return RustTokenizer(BPE({token: index for index, token in enumerate(tokens)}, merges, **options))
-    except Exception as error:  # noqa: BLE001 - the library raises no narrower type
-        raise ModelError(
-            f"the vocabulary is damaged: {str(error)[:120]}", "download it again (edgelm pull --verify MODEL)"
-        ) from None
+    return RustTokenizer(BPE({token: index for index, token in enumerate(tokens)}, merges, **options))
 
 
 def _facts(fields: Mapping[str, Any], tokens: list[str], types: list[int], *, byte_level: bool) -> VocabularyFacts:
@@ -138,10 +116,4 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _strings(fields: Mapping[str, Any], name: str) -> list[str]:
-    value = fields.get(FIELD + name)
-    strings = list(value) if isinstance(value, Sequence) else []
-    if not all(isinstance(string, str) for string in strings):
-        raise ModelError(
-            f"the vocabulary is damaged: {name} are not strings", "download it again (edgelm pull --verify MODEL)"
-        )
-    return strings
+    return list(fields.get(FIELD + name) or [])
