@@ -148,9 +148,9 @@ class ThrottledDrafter:
         """Add to the account of a request, or of the trial; tell whether drafting pauses."""
         if self._trial and self._trial.add(gain):
             self._prove(True)
-        if self._on_trial(seq):
-            return False
         account = self._accounts[seq]
+        if self._on_trial(seq) or len(seq.tokens) < account.resume_at:  # others of its step made it rest
+            return False
         before, account.balance = account.balance, min(account.balance + gain, MAX_CREDIT)
         self._balance += account.balance - before
         if account.balance >= 0 or min(account.balance, self._balance) >= -account.max_loss:
@@ -166,6 +166,8 @@ class ThrottledDrafter:
 
     def _loses(self, seq: Sequence) -> bool:
         """Tell whether a request drafts and has not gained by it."""
+        if seq.params.draft not in (self._name, "auto") or self._on_trial(seq):
+            return False
         account = self._accounts[seq]
         return account.balance <= 0 and len(seq.tokens) >= account.resume_at
 

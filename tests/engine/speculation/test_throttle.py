@@ -139,6 +139,34 @@ def test_many_sequences_together_lose_no_more_than_one() -> None:
     assert sum(drafted) * 0.5 <= throttle.MAX_LOSS + 0.5
 
 
+def test_a_stall_that_all_lose_by_is_no_debt_of_the_next_request() -> None:
+    run = Run(sequences=16)
+    run.step(drafted_s=11 * PLAIN_S, accepted=0)
+    assert not any(run.step(drafted_s=PLAIN_S, accepted=0)), "all rest"
+    run.seqs = [Sequence(99, [1], 1, SamplingParams())]
+    run.drafter.begin(run.seqs[0])
+    drafted = [run.step(drafted_s=1.02 * PLAIN_S, accepted=0)[0] for _ in range(12)]
+    assert sum(map(bool, drafted)) > 6, "all but plain steps to compare with"
+
+
+def test_a_request_without_drafts_does_not_rest_with_those_that_lose(tmp_path: Path) -> None:
+    proof = tmp_path / "proof"
+    proof.touch()
+    run = Run(proof=proof)
+    for number in range(1, 6):
+        beside = [Sequence(100 + number, [1], 1, SamplingParams(draft=draft)) for draft in ("off", "ngram")]
+        for seq in beside:
+            run.drafter.begin(seq)
+        drafted = [run.step(drafted_s=3 * PLAIN_S, accepted=0)[0] for _ in range(10)]
+        assert drafted[0]
+        assert not drafted[-1]
+        for seq in (*run.seqs, *beside):  # the last ones have lost nothing
+            run.drafter.end(seq)
+        assert proof.exists()
+        run.seqs = [Sequence(number, [1], 1, SamplingParams())]
+        run.drafter.begin(run.seqs[0])
+
+
 def test_the_time_of_drafts_is_free_once_for_all_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes the free time of a step, and all wait for each."""
     run, now = Run(sequences=8), [0.0]
