@@ -45,7 +45,8 @@ class Transport(httpx2.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         """Return the answer, whose body is not read yet. Raises TransportError."""
         limits = request.extensions.get("timeout", {})
-        server = request.url.scheme, request.url.host, request.url.port
+        host = request.url.raw_host.decode("ascii")  # as httpx2 reads a name; asyncio reads ß as ss
+        server = request.url.scheme, host, request.url.port
         connection = self._take(server) or await self._connect(server, limits.get("connect"))
         try:
             await connection.send(request, limits.get("write"))
@@ -177,8 +178,12 @@ class _Connection(asyncio.Protocol):
         self.used_at = 0.0
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
+        self._parser.set_dangerous_leniencies(  # no answer stands behind another one that could hide it
+            lenient_spaces_after_chunk_size=True, lenient_optional_cr_before_lf=True, lenient_chunked_length=True
+        )
         self._failure: httpx2.TransportError | None = None  # that ended it
         self._is_over = False  # nothing more comes
+        self._is_lost = False  # asyncio has closed it
         self._is_paused = False
         self._arrival: asyncio.Future[None] | None = None  # of anything, while a reader waits
         self._deadline = math.inf  # of that wait
@@ -225,11 +230,12 @@ class _Connection(asyncio.Protocol):
         self._wake()
 
     def eof_received(self) -> bool:
-        was_idle = self._is_complete
+        was_idle = self._is_complete and self._room is None
         self._at_end(None)
         return not (was_idle or self._is_tls)  # the server may still read the rest of the request
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._is_lost = True
         self._at_end(exc)
         self._stop_alarm()
         self.resume_writing()
@@ -338,7 +344,8 @@ class _Connection(asyncio.Protocol):
         """Close it at once."""
         self._fail(httpx2.ReadError("closed"))
         self._stop_alarm()
-        self._transport.abort()
+        if not self._is_lost:  # asyncio's transports fail at a second time
+            self._transport.abort()
 
     def _at_end(self, reason: Exception | None) -> None:
         """Note that nothing more comes."""

@@ -317,6 +317,57 @@ async def test_an_answer_before_the_end_of_the_request(trust: Trust) -> None:
         assert (await server.http.post(server.url, content=PIECE * 20)).status_code == 200
 
 
+async def test_an_early_answer_of_a_server_that_reads_on(trust: Trust) -> None:
+    """It says all, and reads the rest of the request, as nginx does: else its answer might be lost."""
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(HELLO.replace(b"content", b"connection: close\r\ncontent"))
+        if writer.can_write_eof():  # not over TLS
+            writer.write_eof()
+        while await reader.read(2**16):
+            pass
+
+    async with serving(handler, trust) as server:
+        for _ in range(3):
+            assert (await server.http.post(server.url, content=PIECE * 20)).text == "hello"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        CHUNKED + b"5 \r\nhello\r\n0\r\n\r\n",
+        HELLO.replace(b"\r\n", b"\n"),
+        CHUNKED.replace(b"transfer", b"content-length: 99\r\ntransfer") + b"5\r\nhello\r\n0\r\n\r\n",
+    ],
+)
+async def test_answers_of_careless_servers_are_read(sent: bytes) -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request_of(reader)
+        writer.write(sent)
+        await never()
+
+    async with serving(handler, Trust(None, None)) as server:
+        assert (await server.http.get(server.url)).text == "hello"
+
+
+@pytest.mark.parametrize("name", ["straße.example", "xn--strae-oqa.example"])
+async def test_a_name_is_looked_up_as_the_head_spells_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By IDNA 2008; Python's own codec would ask for strasse.example, another domain."""
+    asked = []
+
+    async def named(host: str, port: int, **_: object) -> list[Any]:
+        asked.append(host)
+        raise socket.gaierror
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", named)
+    async with httpx2.AsyncClient(transport=Transport(8, LIMIT_S)) as http:
+        request = http.build_request("GET", f"http://{name}/")
+        with pytest.raises(httpx2.ConnectError):
+            await http.send(request)
+    assert asked == [request.headers["host"]] == ["xn--strae-oqa.example"]
+
+
 async def test_a_server_waits_for_a_slow_reader(trust: Trust) -> None:
     num_pieces = 40
 
@@ -432,7 +483,7 @@ async def test_a_full_queue_of_an_engine_is_waited_for(tmp_path: Path) -> None:
     ("sent", "words"),
     [
         (b"hello\r\n\r\n", "no answer of HTTP/1.1"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n", "no answer of HTTP/1.1"),
+        (CHUNKED + b"z\r\nhello\r\n", "no answer of HTTP/1.1"),
         (b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n", "no answer of HTTP/1.1"),
         (b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 40_000, "head without end"),
         (CHUNKED + b"5;" + b"x" * 200_000, "head without end"),
