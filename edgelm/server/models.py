@@ -75,9 +75,12 @@ class ModelNames:
             raise not_remote(remote, "this")
         return await asyncio.to_thread(self._find, name, paths)
 
-    def find_loaded(self, name: str, loaded: Sequence[LocalModel]) -> LocalModel | None:
-        """Return the loaded model of that name or path, whose file may be gone, or where no name leads to it now."""
-        for called in self._spellings(name):
+    def find_loaded(self, name: str, loaded: Sequence[LocalModel], *, exact: bool = False) -> LocalModel | None:
+        """Return the loaded model of that name or path, whose file may be gone, or where no name leads to it now.
+
+        `exact`: not one of the name without Ollama's tag.
+        """
+        for called in self._spellings(name)[: 1 if exact else 2]:
             for model in loaded:
                 if model.is_called(called) or called in (str(model.path), printable(str(model.path))):
                     return model

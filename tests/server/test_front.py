@@ -358,6 +358,17 @@ async def test_a_model_whose_name_leads_to_another_file_is_unloaded(tmp_path: Pa
         assert (await http.get("/edgelm/ps")).json()["models"] == []
 
 
+async def test_a_name_with_a_tag_unloads_no_namesake_without(tmp_path: Path) -> None:
+    launches = Fakes()
+    for name in ("m", "m:latest"):
+        (tmp_path / f"{name}.gguf").write_bytes(b"")
+    async with fronted(launches, tmp_path / "m.gguf", folders=[tmp_path]) as http:
+        process = await loaded(http, launches)
+        answer = await http.post("/models/unload", json={"model": "m:latest"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "model_not_loaded")
+        assert not process.closed
+
+
 @pytest.mark.parametrize("action", ["load", "unload"])
 async def test_only_who_may_change_the_server_loads_and_unloads(model: Path, action: str) -> None:
     launches = Fakes()

@@ -107,16 +107,16 @@ def _loading_routes(table: EngineTable, models: ModelNames, bodies: Bodies) -> l
 
     async def unload(request: Request) -> Response:
         name, _ = await administered(request)
-        loaded = models.find_loaded(name, [slot.model for slot in table.slots.values()])
+        loaded = [slot.model for slot in table.slots.values()]
         try:
             model = await models.find(name, paths=may_name_paths(request))
-        except ApiError:
-            if loaded is None:
+        except ApiError:  # its file is gone
+            if (found := models.find_loaded(name, loaded)) is None:
                 raise
-            model = loaded  # its file is gone
+            model = found
+        if model.path not in table.slots:  # another file has its name now, or it was never loaded
+            model = models.find_loaded(name, loaded, exact=model.is_called(name)) or model
         slot = table.slots.get(model.path)
-        if slot is None and loaded is not None:  # another file has its name now
-            slot = table.slots.get(loaded.path)
         if slot is None:
             raise ApiError(400, "model_not_loaded", f"{model.name} is not loaded", param="model")
         if slot.leases:
