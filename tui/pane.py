@@ -25,7 +25,7 @@ from edgelm.tui.hints import link
 from edgelm.tui.lines import COLUMN, clean, margin
 from edgelm.tui.prompt.attaching import Attaching
 from edgelm.tui.prompt.box import Completion, Prompt
-from edgelm.tui.prompt.file_picker import WAIT_S, FilePicker
+from edgelm.tui.prompt.file_picker import FilePicker
 from edgelm.tui.prompt.files_bar import FilesBar
 from edgelm.tui.prompt.outgoing import Item, Outgoing
 from edgelm.tui.prompt.pasted import existing_paths, is_long
@@ -35,6 +35,8 @@ from edgelm.tui.transcript.drafted import Spans
 from edgelm.tui.transcript.finding import FindBar
 from edgelm.tui.transcript.views import MessageView
 from edgelm.tui.transcript.widget import Transcript
+
+PASTE_WAIT_S = 0.5  # for a disk that tells whether pasted paths are there; Esc and quitting wait behind it
 
 
 class LiveView:
@@ -287,15 +289,22 @@ class ChatPane(Vertical):
     def begin_edit(self, message: Message) -> None:
         """Put a message into the prompt; sending it makes a new version beside the old one."""
         if self.editing is None:
+            self._leave_shell()
             self._set_aside = (self.prompt.text, self.files.items)
         self.editing = message.id
-        self.prompt.leave_shell()
         self.files.set([Item(file.path, file) for file in message.attachments], message)
         self.prompt.put(message.text)
         self.prompt.add_class("-editing")
         self.prompt.border_title = "Edit: Enter sends it as a new branch"
         self.prompt.focus()
         self.prompt.refresh_bindings()  # the status line shows its hints
+
+    def _leave_shell(self) -> None:
+        """Let the prompt be a message again; Up in the shell has what was typed there."""
+        if self.prompt.is_shell:
+            if self.prompt.text:
+                self.prompt.ran.add(self.prompt.text)
+            self.prompt.put("")
 
     def leave_edit(self, *, is_sent: bool = False) -> None:
         """Return from editing a message to the new one that was being written before.
@@ -307,7 +316,7 @@ class ChatPane(Vertical):
             text, items = self._set_aside
             self._set_aside = ("", ())
             self.files.set(items, keep=is_sent)
-            self.prompt.put(text + self.prompt.text if is_sent else text)
+            self.prompt.put(_in_lines((text, self.prompt.text)) if is_sent else text)
         self.prompt.remove_class("-editing")
         self.prompt.border_title = ""
         self.prompt.refresh_bindings()
@@ -379,6 +388,7 @@ class ChatPane(Vertical):
             self.prompt.put(event.suggestion.text)
 
     def _complete(self) -> None:
+        self._completion.update(self.prompt.text)  # keys may be faster than the list
         if command := self._completion.offered_command:
             self._send_chosen(command)
         elif self._completion.chosen is not None:
@@ -409,6 +419,8 @@ class ChatPane(Vertical):
         for message in messages:
             self.files.give_back(message.files)
         here = [message for message in messages if self.editing in (None, message.edited)]
+        if here:
+            self._leave_shell()
         self.prompt.give_back(_in_lines(message.typed for message in here))
         text, items = self._set_aside
         for message in reversed(messages):
@@ -427,7 +439,7 @@ class ChatPane(Vertical):
             return True
         paths: list[str] = []
         with suppress(TimeoutError):
-            paths = await asyncio.wait_for(in_daemon_thread(lambda: existing_paths(text)), WAIT_S)
+            paths = await asyncio.wait_for(in_daemon_thread(lambda: existing_paths(text)), PASTE_WAIT_S)
         for path in paths:
             self.files.add_path(path)
         return bool(paths)

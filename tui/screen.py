@@ -329,7 +329,8 @@ class ChatScreen(Screen[None]):
         elif self.files.items or text.strip():
             session = self.workspace.session
             message = Outgoing(text, self.files.take(), session, session.tree.leaf, pane.editing)
-            if self._outbox.has_messages(session) or self.files.must_check or "://" in text:
+            must_wait = self._outbox.has_messages(session) or self.files.must_check or "://" in text
+            if must_wait or self.workspace.answer is not None:  # or comes back, with those behind it
                 self._outbox.add(message)
                 return
             try:
@@ -398,6 +399,8 @@ class ChatScreen(Screen[None]):
         Raises EdgeLMError, also where another chat or branch was opened meanwhile.
         """
         from edgelm.tui.commands.messages import offer_pages  # after the first paint
+
+        self.workspace.require_no_answer(message.session)
 
         async def add(page: Attachment) -> None:
             item = self.files.add(page)

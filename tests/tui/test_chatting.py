@@ -89,7 +89,7 @@ async def test_what_is_typed_or_pasted_right_after_enter_stays(open_chat: Open, 
         keys_at_once(chat, "\rDDD\rEEE")  # the second is refused
         await chat.hears("an answer is being written")
         assert chat.turns[2] == ("user", "BBBCCC")
-        assert chat.prompt.text == "DDDEEE"
+        assert chat.prompt.text == "DDD\nEEE"
 
 
 async def test_a_command_is_no_draft_of_the_next_run(open_chat: Open) -> None:

@@ -16,6 +16,7 @@ from edgelm.chats.attached_files import Read, State, read_attachment, state_of
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.folders import MAX_WALK_S, Entry, Walk
 from edgelm.chats.store import Store
+from edgelm.tui.commands.table import Suggestion
 from edgelm.tui.prompt import file_picker
 from edgelm.tui.prompt.outgoing import Outgoing
 from edgelm.tui.terminal_input import InputParser
@@ -454,7 +455,7 @@ async def test_a_file_behind_an_edited_message_stays(open_chat: Open, folder: Pa
         await chat.until(lambda: chat.turns[:1] == [("user", "Explain it twice")], "sent")
         await chat.answered()
         assert last_content(chat) == "src/notes.md:\n```\n# Notes\n```\n\nExplain it twice"
-        assert (chat.prompt.text, names(chat)) == ("Compare with", ["pasted text 1", "src/adder.py"])
+        assert (chat.prompt.text, names(chat)) == ("Compare \nwith", ["pasted text 1", "src/adder.py"])
 
 
 @pytest.fixture
@@ -632,7 +633,7 @@ async def test_a_pasted_path_of_a_dead_disk_is_a_text(
     open_chat: Open, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_end = threading.Event()
-    monkeypatch.setattr("edgelm.tui.pane.WAIT_S", 0.01)
+    monkeypatch.setattr("edgelm.tui.pane.PASTE_WAIT_S", 0.01)
     monkeypatch.setattr("edgelm.tui.pane.existing_paths", lambda _: may_end.wait() and [])
     async with open_chat() as chat:
         await chat.ready()
@@ -781,3 +782,51 @@ async def test_a_message_goes_into_no_chat_that_was_opened_meanwhile(
         assert chat.prompt.text == "for this chat"
         assert chat.turns == []
         assert chat.endpoint.requests == []
+
+
+async def test_tab_completes_what_stands_in_the_prompt_by_now(open_chat: Open) -> None:
+    """Not the text of a key before, nor an offer of the empty prompt."""
+    async with open_chat() as chat:
+        await chat.ready()
+        chat.screen.pane.offer([Suggestion("What is this?", "What is this?", "Tab asks it")])
+        await at_once(chat, "/them\t")
+        await chat.until(lambda: chat.prompt.text == "/theme ", "completed")
+        assert chat.turns == []
+        chat.prompt.put("")
+        await chat.type("/")
+        await at_once(chat, "them\t")
+        await chat.until(lambda: chat.prompt.text == "/theme ", "completed")
+
+
+async def test_a_shell_command_is_no_message_where_one_comes_back_or_is_edited(
+    open_chat: Open, folder: Path, held: threading.Event
+) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.ask("Explain it")
+        await at_once(chat, "@src/not\tOne\r")
+        await waits(chat, "One")
+        await chat.type("!ls -la")
+        assert chat.prompt.is_shell
+        (folder / "src" / "notes.md").unlink()
+        held.set()
+        await chat.until(lambda: chat.prompt.text == "One", "it came back")
+        chat.prompt.put("")
+        await chat.type("!echo secret")
+        await chat.press("f4")
+        await chat.until(lambda: chat.prompt.text == "Explain it", "edited")
+        assert chat.screen.pane.unsent == ""
+        await chat.press("escape")
+        await chat.type("!")
+        await chat.press("up", "up")
+        assert (chat.prompt.text, chat.prompt.is_shell) == ("ls -la", True)
+
+
+async def test_messages_of_one_read_come_back_in_lines_while_an_answer_is_written(open_chat: Open) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        chat.endpoint.stall_after = 1
+        await at_once(chat, "One\rTwo\rThree\rFour\r")
+        await chat.hears("an answer is being written")
+        await chat.until(lambda: chat.prompt.text == "Two\nThree\nFour", "they came back")
+        assert chat.turns[0] == ("user", "One")
