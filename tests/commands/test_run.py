@@ -102,7 +102,7 @@ NOTE = re.compile(rb"(note: the answer is incomplete: [^\n]+; raise --max-tokens
 def error_of(done: subprocess.CompletedProcess[bytes], code: int = 1) -> str:
     """Return the one line on standard error of a failed command."""
     assert done.returncode == code, done
-    lines = done.stderr.decode().splitlines()
+    lines = [line for line in done.stderr.decode().splitlines() if not line.startswith("loading ")]  # a slow machine's
     assert len(lines) == 1, done.stderr.decode()
     assert lines[0].startswith("error: ")
     return lines[0]
