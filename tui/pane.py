@@ -348,6 +348,8 @@ class ChatPane(Vertical):
         self._note_completion()
 
     def _move(self, by: int) -> None:
+        if not self.prompt.picking:
+            self._completion.update(self.prompt.text)  # keys may be faster than the list
         self._completion.move(by)
         self._note_completion()
 

@@ -796,6 +796,10 @@ async def test_tab_completes_what_stands_in_the_prompt_by_now(open_chat: Open) -
         await chat.type("/")
         await at_once(chat, "them\t")
         await chat.until(lambda: chat.prompt.text == "/theme ", "completed")
+        chat.prompt.put("")
+        await chat.type("/")
+        await at_once(chat, "s\x1b[B\t")  # Down
+        await chat.until(lambda: chat.prompt.text == "/system ", "the second that begins so")
 
 
 async def test_a_shell_command_is_no_message_where_one_comes_back_or_is_edited(
