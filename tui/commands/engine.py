@@ -68,8 +68,8 @@ async def compare(face: Face, argument: str) -> None:
     """Answer again with another model or other settings, beside the answer that is there."""
     workspace = face.workspace
     workspace.require_no_answer()
-    message = _answer(face, "")
-    model, sampling, setting = message.model or workspace.model, workspace.session.chat.sampling, ""
+    message, session = _answer(face, ""), workspace.session
+    model, sampling, setting = message.model or workspace.model, session.chat.sampling, ""
     if "=" in argument:
         sampling, setting = parse_params(argument, sampling), argument
     else:
@@ -78,7 +78,9 @@ async def compare(face: Face, argument: str) -> None:
         if chosen is None:
             return
         model = find_model(models, chosen, can_pull=False)
-    session = workspace.session
+        workspace.require_open(session)  # a message that waited may have been sent meanwhile, too
+        workspace.require_no_answer()
+        message, session = _answer(face, f"#{message.id}"), workspace.session
     answer = workspace.compare(message, model, sampling)
     face.show("chat")
     sides = (Side(message, ""), Side(answer.message, setting))
