@@ -6,9 +6,9 @@ sending. Knows nothing of keys and of how a file is chosen.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from edgelm.base.errors import EdgeLMError, RequestError
@@ -25,6 +25,8 @@ from edgelm.tui.prompt.room import Room, context_size, counted, require_sight, r
 from edgelm.tui.transcript.attachment_rows import tokens_words
 from edgelm.tui.transcript.passages import one_line
 from edgelm.tui.workspace import Workspace
+
+LOOK_WAIT_S = 2.0  # for the files of the branch on screen, before a message is sent without a look at them
 
 Run = Callable[[Coroutine[Any, Any, None]], object]
 
@@ -113,17 +115,14 @@ class Attaching:
 
     async def add_clipboard(self) -> None:
         """Attach the picture on the clipboard. Raises EdgeLMError."""
-        attachment = await in_daemon_thread(partial(clipboard_picture, self._next_number()))
-        await require_sight(self._workspace.link, self._workspace.model, (attachment,))
-        item = Item("", attachment)
+        number, item = self._next_number(), Item("")
         self._items.append(item)
         self._show()
-        await self._measure((item,))
+        await self._fill(item, lambda: Read(clipboard_picture(number)))
 
     def _next_number(self) -> int:
         """Return the number of the next attachment that has no file."""
-        attached = self.attachments_of(self._items)
-        return 1 + sum(not attachment.path for attachment in (*self._sent(), *attached))
+        return 1 + sum(not file.path for file in (*self._sent(), *(item.attachment or item for item in self._items)))
 
     def _sent(self) -> list[Attachment]:
         """Return the attachments of the branch on screen."""
@@ -155,17 +154,23 @@ class Attaching:
 
     async def _read(self, item: Item) -> None:
         try:
-            read: Read = await in_daemon_thread(lambda: read_attachment(item.path))
-            await require_sight(self._workspace.link, self._workspace.model, (read.attachment,))
+            await self._fill(item, lambda: read_attachment(item.path))
         except EdgeLMError as error:
-            item.failed = True
-            if item in self._items:
-                self._items.remove(item)
             self._complain(error)
-        else:
-            item.attachment = read.attachment
-            if read.note:
-                self._tell(f"{one_line(read.attachment.name)}: {read.note}")
+
+    async def _fill(self, item: Item, read: Callable[[], Read]) -> None:
+        """Read what an item stands for, and count it. Raises EdgeLMError, and takes it off, where that fails."""
+        try:
+            content: Read = await in_daemon_thread(read)
+            await require_sight(self._workspace.link, self._workspace.model, (content.attachment,))
+        except EdgeLMError:
+            item.failed = True
+            self.drop((item,))
+            item.read.set()
+            raise
+        item.attachment = content.attachment
+        if content.note:
+            self._tell(f"{one_line(content.attachment.name)}: {content.note}")
         item.read.set()
         self._show()
         await self._measure((item,))
@@ -213,9 +218,13 @@ class Attaching:
         await self._look(session)
 
     async def _look(self, session: Session) -> bool:
-        """Update the notices; return whether there is a new one."""
+        """Update the notices; return whether there is a new one. Files on a disk that hangs count as before."""
         files = on_disk(session)
-        states = await in_daemon_thread(lambda: [state_of(attachment) for attachment in files])
+        try:
+            looked = in_daemon_thread(lambda: [state_of(attachment) for attachment in files])
+            states = await asyncio.wait_for(looked, LOOK_WAIT_S)
+        except TimeoutError:
+            return False
         if session is not self._workspace.session:
             return False
         attached = {item.path: item.attachment for item in self._items}
@@ -291,7 +300,7 @@ class Attaching:
 def _chip(item: Item) -> Chip:
     attachment = item.attachment
     if attachment is None:
-        return Chip(item.path.rpartition("/")[2], "is read …")
+        return Chip(item.path.rpartition("/")[2] or "picture", "is read …")
     name = one_line(attachment.name)
     if attachment.kind == "image":
         return Chip(name, f"picture, {size_text(attachment.size)}, {tokens_words(attachment)}")
