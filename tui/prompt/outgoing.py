@@ -48,8 +48,9 @@ class Outgoing:
     def require_place(self, session: Session) -> None:
         """Raise RequestError where `session`, which is on screen, is another chat, or shows another branch."""
         hint = "it came back: send it where it belongs"
-        if session is not self.session:
+        if session.chat.id != self.session.chat.id:
             raise RequestError("another chat was opened: the message is not sent", hint)
+        self.session = session  # the chat may have been read again
         is_below = self.leaf is None or any(message.id == self.leaf for message in session.tree.path())
-        if self.edited is None and not is_below:
+        if not is_below if self.edited is None else self.edited not in session.tree.messages:
             raise RequestError("another branch was opened: the message is not sent", hint)
