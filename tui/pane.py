@@ -20,7 +20,7 @@ from edgelm.chats.attachments import Attachment
 from edgelm.chats.history import Message, split_sent
 from edgelm.client.session import Session
 from edgelm.tui.answers import Answer
-from edgelm.tui.commands.table import Command, Suggestion
+from edgelm.tui.commands.table import Command, Suggestion, as_typed
 from edgelm.tui.hints import link
 from edgelm.tui.lines import COLUMN, clean, margin
 from edgelm.tui.prompt.attaching import Attaching
@@ -284,16 +284,17 @@ class ChatPane(Vertical):
         """Return the text of the new message, also while another one is edited."""
         if self.editing is not None:
             return self._set_aside[0]
-        return "" if self.prompt.is_shell else self.prompt.text
+        return "" if self.prompt.is_shell else self.prompt.written
 
     def begin_edit(self, message: Message) -> None:
         """Put a message into the prompt; sending it makes a new version beside the old one."""
         if self.editing is None:
             self._leave_shell()
-            self._set_aside = (self.prompt.text, self.files.items)
+            self._set_aside = (self.prompt.written, self.files.items)
+            self.prompt.sent.end()
         self.editing = message.id
         self.files.set([Item(file.path, file) for file in message.attachments], message)
-        self.prompt.put(message.text)
+        self.prompt.put(as_typed(message.text))
         self.prompt.add_class("-editing")
         self.prompt.border_title = "Edit: Enter sends it as a new branch"
         self.prompt.focus()
@@ -316,7 +317,8 @@ class ChatPane(Vertical):
             text, items = self._set_aside
             self._set_aside = ("", ())
             self.files.set(items, keep=is_sent)
-            self.prompt.put(_in_lines((text, self.prompt.text)) if is_sent else text)
+            self.prompt.put(_in_lines((text, self.prompt.written)) if is_sent else text)
+            self.prompt.sent.end()
         self.prompt.remove_class("-editing")
         self.prompt.border_title = ""
         self.prompt.refresh_bindings()
@@ -416,6 +418,15 @@ class ChatPane(Vertical):
             text, items = self._set_aside
             self._set_aside = (text, (*items, Item("", output)))
 
+    def put_before(self, text: str) -> None:
+        """Put a text above the new message, also while another one is edited."""
+        if self.editing is not None:
+            aside, items = self._set_aside
+            self._set_aside = (_in_lines((text, aside)), items)
+        elif text:
+            self._leave_shell()
+            self.prompt.give_back(text)
+
     def give_back(self, messages: Sequence[Outgoing]) -> None:
         """Let messages that are not sent be the one that is written: set aside, if another one is edited by now."""
         for message in messages:
@@ -463,7 +474,7 @@ class ChatPane(Vertical):
     @work(group="paths", exclusive=True)
     async def _complete_path(self, text: str) -> None:
         """Complete the path or tag of a command as a shell does: as far as it is clear, then list what it may be."""
-        suggestions = await asyncio.to_thread(self.suggest, text)
+        suggestions = await in_daemon_thread(lambda: self.suggest(text))  # a folder of a disk that hangs
         if suggestions and self.prompt.text == text:
             common = common_start(suggestions)
             self._completion.show_for(common, suggestions if len(suggestions) > 1 else [])

@@ -41,7 +41,7 @@ from edgelm.client.session import Session
 from edgelm.client.tool_runner import ToolRunner
 from edgelm.tui.answers import Answer, Answers
 from edgelm.tui.commands.keymap import keyless_bindings
-from edgelm.tui.commands.table import GLOBAL_KEYS, Command, Suggestion, find_command, parse_call, parse_offer
+from edgelm.tui.commands.table import GLOBAL_KEYS, Command, Suggestion, as_typed, find_command, parse_call, parse_offer
 from edgelm.tui.dialogs.stats_text import figure_lines
 from edgelm.tui.inspector.panel import InspectorPanel
 from edgelm.tui.lines import clean, short_name
@@ -150,7 +150,8 @@ class ChatScreen(Screen[None]):
             self.workspace, lambda coroutine: self.run_worker(coroutine, group="titles"), self.view.show_title
         )
         self._interrupted = -TWICE_S  # when Ctrl+C was pressed
-        self._has_typed = False  # else the text in the prompt is not loaded yet
+        self._has_typed = False  # or else there is no text to save
+        self._is_loaded = False  # the text that the last run left in the prompt
         self._unsent_timer: Timer | None = None
         self._shell: Worker[None] | None = None  # the command that was run last
         self.begun: Worker[None] | None = None  # a command of a key, before the next key
@@ -200,8 +201,8 @@ class ChatScreen(Screen[None]):
             self.app.theme = theme
         if settings.get("drafts"):
             self.view.show_drafts(True)
-        if not prompt.text and not prompt.is_shell and settings.get("draft"):
-            prompt.put(settings["draft"])
+        self.pane.put_before(settings.get("draft", ""))
+        self._is_loaded = True
         self.view.show_chats()
         self.view.show_model()
         self.set_interval(LOOK_S, self.look_elsewhere)
@@ -237,13 +238,13 @@ class ChatScreen(Screen[None]):
     @work(group="open", exclusive=True)
     async def open_chat(self, chat_id: int, message_id: int | None = None) -> None:
         """Show a chat, at a message if one is given."""
-        self.pane.leave_edit()
         try:
             if not await self.workspace.open_chat(chat_id, message_id):
                 return
         except ChatsError as error:
             self.view.complain(error)
             return
+        self.pane.leave_edit()
         self.view.show_chat()
         if message_id is not None:
             self.pane.transcript.reveal(message_id)
@@ -436,7 +437,7 @@ class ChatScreen(Screen[None]):
         self.files.drop(files)
         if editing is not None and editing == pane.editing:
             pane.leave_edit(is_sent=True)
-        pane.prompt.sent.add(text)
+        pane.prompt.sent.add(as_typed(text))
         self.view.show_chat()
         self._show_others(self.workspace.session)
 
@@ -561,7 +562,7 @@ class ChatScreen(Screen[None]):
 
     def save_unsent(self) -> None:
         """Save the texts that are not sent for the next run: of the messages that wait, and of the prompt."""
-        if self._has_typed:
+        if self._has_typed and self._is_loaded:
             self.workspace.remember("draft", "\n".join(filter(None, [*self._outbox.texts, self.pane.unsent])))
 
     # Pulls

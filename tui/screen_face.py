@@ -18,6 +18,7 @@ from edgelm.chats.history import Message
 from edgelm.client.reader import Reader
 from edgelm.tui.commands.face import Part
 from edgelm.tui.commands.keymap import KeyMap, keymap_of
+from edgelm.tui.commands.table import as_typed
 from edgelm.tui.dialogs.basic import ConfirmScreen, LineScreen
 from edgelm.tui.inspector.panel import InspectorPanel
 from edgelm.tui.lines import clean
@@ -128,8 +129,7 @@ class ScreenFace:
         self.view.add(attachment)
 
     async def propose(self, text: str) -> None:
-        text = f"/{text}" if text.startswith("/") else text  # // begins a message with a slash
-        self.view.put_prompt(text + self.view.prompt_text)  # which was typed meanwhile
+        self.view.propose(as_typed(text))
 
     async def copy(self, text: str) -> None:
         self.view.copy(text)

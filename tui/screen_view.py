@@ -135,6 +135,11 @@ class ScreenView:
         self.focus_prompt()
         return has_begun
 
+    def propose(self, text: str) -> None:
+        """Put a text above what is typed of the new message by now."""
+        self._pane.put_before(text)
+        self.focus_prompt()
+
     def put_prompt(self, text: str) -> None:
         """Replace the text in the prompt."""
         self._pane.prompt.put(text)

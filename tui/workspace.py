@@ -29,6 +29,7 @@ from edgelm.client.reader import guide_roots
 from edgelm.client.session import Session
 from edgelm.library.names import STARTER
 from edgelm.tui.answers import Answer, Answers, offered_model
+from edgelm.tui.commands.table import as_typed
 from edgelm.tui.lines import short_name
 from edgelm.tui.model_names import find_model, is_path
 from edgelm.tui.tags import split_query
@@ -65,7 +66,7 @@ class ChatDefaults:
 class LastRun(NamedTuple):
     """The state of earlier runs that the chat screen restores."""
 
-    sent: list[str]  # messages of the user, oldest first
+    sent: list[str]  # messages of the user as they are typed, oldest first
     settings: dict[str, str]
 
 
@@ -115,7 +116,7 @@ class Workspace:
         self.chats = {chat.id: chat for chat in chats} | self.chats
         if not self._has_set_model:  # it may be an offered one by now, chosen while the file was locked
             self._last_model = settings.get("model", "") or self._last_model
-        return LastRun(sent, settings)
+        return LastRun([as_typed(text) for text in sent], settings)
 
     # The open chat
 

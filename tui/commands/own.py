@@ -146,7 +146,8 @@ async def editor(face: ScreenFace, _argument: str) -> None:
     if problem is not None:
         raise problem
     if edited is not None and edited != text:
-        face.view.put_prompt(edited)
+        came = face.view.prompt_text.removesuffix(text).rstrip("\n")  # back, above the text, meanwhile
+        face.view.put_prompt("\n".join(filter(None, (came, edited))))
 
 
 def outline(preset: Preset) -> str:

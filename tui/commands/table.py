@@ -168,6 +168,11 @@ def parse_call(text: str) -> tuple[str, str] | None:
     return (match[1], (match[2] or "").strip()) if match else None
 
 
+def as_typed(message: str) -> str:
+    """Return what is typed for a message: one that begins with a slash gets another one, or it may be a command."""
+    return f"/{message}" if message.startswith("/") else message
+
+
 def parse_offer(text: str, servers: Collection[str]) -> tuple[str, str] | None:
     """Return name and argument of a text that asks for a prompt or resource of a server: `/SERVER:NAME …`."""
     match = _OFFER.fullmatch(text)

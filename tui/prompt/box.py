@@ -44,15 +44,27 @@ class History:
 
     def load(self, texts: Iterable[str]) -> None:
         """Insert older texts before those of this run."""
-        self._texts = [*texts, *self._texts]
-        self._index = len(self._texts)
+        before = list(texts)
+        self._texts = [*before, *self._texts]
+        self._index += len(before)
 
     def add(self, text: str) -> None:
-        """Append a text that was sent."""
+        """Append a text that was sent. A walk goes on: a message may be sent long after its Enter."""
+        is_walking = self._index < len(self._texts)
         if not self._texts or self._texts[-1] != text:
             self._texts.append(text)
-        self._index = len(self._texts)
-        self._unsent = ""
+        if not is_walking:
+            self._index = len(self._texts)
+
+    def end(self) -> None:
+        """End the walk: the next one begins at the end."""
+        self._index, self._unsent = len(self._texts), ""
+
+    def written(self, current: str) -> str:
+        """Return what is being written: the text before the walk, then that of the prompt where it was changed."""
+        if self._index == len(self._texts):
+            return current
+        return "\n".join(filter(None, (self._unsent, "" if self.shows(current) else current)))
 
     def back(self, current: str) -> str | None:
         """Return the previous text; None at the oldest."""
@@ -166,10 +178,16 @@ class Prompt(TextArea):
         self.load_text(text)
         self.move_cursor(self.document.end)
 
+    @property
+    def written(self) -> str:
+        """Return the message that is being written, also while an earlier one is shown."""
+        return self.sent.written(self.text)
+
     def give_back(self, text: str) -> None:
         """Put a text that was taken above what was typed since."""
         if text:
-            self.put(f"{text}\n{self.text}" if self.text else text)
+            self.put("\n".join(filter(None, (text, self.written))))
+            self.sent.end()
 
     def give_back_command(self, command: str) -> None:
         """Put a command that was not run back, unless something was written since; Up has it then."""
@@ -289,6 +307,7 @@ class Prompt(TextArea):
         text, was_shell = self.text, self.leave_shell()
         if text:
             self.put("")
+        self.sent.end()
         if was_shell:
             self.post_message(self.Ran(text))
         else:
@@ -311,6 +330,7 @@ class Prompt(TextArea):
 
     def _set_shell(self, *, is_shell: bool) -> None:
         self.is_shell = is_shell
+        self.ran.end()
         self.set_class(is_shell, "-shell")
         self.border_title = SHELL_TITLE if is_shell else ""
         self.refresh_bindings()
