@@ -54,7 +54,7 @@ class TemplateRunner:
         self._tokenizer = tokenizer
         self._prompt_tokens = prompt_tokens or PromptTokenCache()
         self._limit_s = limit_s
-        self._template: ChatTemplate | None = None
+        self._reading: asyncio.Future[ChatTemplate] | None = None  # by the first request, for all
         self._worker: Worker | None = None
         self._started_worker = worker
         self._lock = asyncio.Lock()
@@ -62,9 +62,9 @@ class TemplateRunner:
 
     async def template(self) -> ChatTemplate:
         """Return the template. It is never compiled in this process."""
-        if self._template is None:  # reading the special strings of a large vocabulary takes 0.1 s
-            self._template = await asyncio.to_thread(ChatTemplate.of, self._tokenizer)
-        return self._template
+        if self._reading is None:  # reading the special strings of a large vocabulary takes 0.1 s
+            self._reading = in_daemon_thread(lambda: ChatTemplate.of(self._tokenizer))
+        return await asyncio.shield(self._reading)
 
     async def render_tokens(
         self,
