@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
-from edgelm.base.errors import ModelError, RequestError
+from edgelm.base.errors import RequestError
 from edgelm.base.workers.grammars import CheckedGrammar, GrammarSpec
 from edgelm.base.workers.parent import in_daemon_thread
 from edgelm.engine.core import Masks, Matcher
@@ -101,15 +101,6 @@ class _Tokens:
         return next((token for token, piece in enumerate(self.tokens) if not piece), len(self.tokens) - 1)
 
 
-def _tokenizer(tokens: _Tokens) -> LLTokenizer:
-    try:
-        return LLTokenizer(TokenizerWrapper(tokens), eos_token=tokens.eos_token_ids)
-    except BaseException as error:  # the library's assertions raise a PanicException, which is no Exception
-        if type(error).__name__ != "PanicException":
-            raise
-        raise ModelError("the model's vocabulary is not one that grammars can use", "use another model") from None
-
-
 class Grammar:
     """A compiled grammar. `relaxed` are the keywords of its schemas that it does not enforce.
 
@@ -184,17 +175,15 @@ class _Thread:
 class GrammarCompiler:
     """Compiles grammars for one vocabulary, and keeps them. For one event loop; close it.
 
-    Making one takes up to a second, during which no other Python thread runs: do it while the weights load.
-    `num_vocab` is the width of the logits. Raises ModelError for a vocabulary that llguidance cannot take.
+    `num_vocab` is the width of the logits.
     """
 
     def __init__(self, vocabulary: Vocabulary, num_vocab: int, checker: GrammarChecker | None = None) -> None:
-        tokens = _Tokens(vocabulary, num_vocab)
         self._vocabulary = vocabulary
+        self._num_vocab = num_vocab
         self._pieces: Pieces | None = None
-        self._tokenizer = _tokenizer(tokens)
-        tokens.greedy = self._tokenizer
-        tokens("a")  # some tokenizers read the whole vocabulary at the first text
+        self._tokenizer: LLTokenizer | RequestError | None = None
+        self._lock = threading.Lock()  # of the tokenizer
         self._executor = LLExecutor(1)
         self._checker = checker or GrammarChecker()
         self._slots = asyncio.Semaphore(MAX_WORKERS)
@@ -203,8 +192,34 @@ class GrammarCompiler:
         self._results: OrderedDict[GrammarSpec, Grammar | RequestError] = OrderedDict()
         self._pending: dict[GrammarSpec, asyncio.Task[Grammar]] = {}
 
+    def prepare(self) -> LLTokenizer:
+        """Read the vocabulary, unless that is done.
+
+        It takes up to two seconds, and for most of them no other Python thread runs: do it before the first grammar
+        needs it, where nobody waits. Raises RequestError for a vocabulary that llguidance cannot take.
+        """
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._read()
+            if isinstance(self._tokenizer, RequestError):
+                raise RequestError(self._tokenizer.message, self._tokenizer.hint)
+            return self._tokenizer
+
+    def _read(self) -> LLTokenizer | RequestError:
+        tokens = _Tokens(self._vocabulary, self._num_vocab)
+        try:
+            tokens.greedy = LLTokenizer(TokenizerWrapper(tokens), eos_token=tokens.eos_token_ids)
+        except BaseException as error:  # the library's assertions raise a PanicException, which is no Exception
+            if type(error).__name__ != "PanicException":
+                raise
+            return RequestError(
+                "the model's vocabulary is not one that grammars can use", "ask without a format and tools"
+            )
+        tokens("a")  # some tokenizers read the whole vocabulary at the first text
+        return tokens.greedy
+
     async def compile(self, spec: GrammarSpec) -> Grammar:
-        """Return the compiled grammar. Neither the event loop nor the engine waits for it.
+        """Return the compiled grammar. Neither the event loop nor the engine waits for it, but for `prepare`.
 
         Raises RequestError for a grammar that is not valid, too large or too slow, and EngineError if the process that
         checks it cannot be started.
@@ -251,8 +266,10 @@ class GrammarCompiler:
                     thread.end()
 
     def _compiled(self, checked: CheckedGrammar) -> Grammar:
+        tokenizer = self.prepare()
+
         def build() -> LLMatcher:
-            return LLMatcher(self._tokenizer, checked.grammar, log_level=0, limits=parser_limits())
+            return LLMatcher(tokenizer, checked.grammar, log_level=0, limits=parser_limits())
 
         if not checked.unique:
             return Grammar(build, self._executor, checked.relaxed)

@@ -14,6 +14,8 @@ from edgelm.backends.model import LoadedModel
 from edgelm.base.errors import EdgeLMError
 from edgelm.base.workers.child import Child, run_job
 from edgelm.base.workers.messages import Note, Ready, ServeJob
+from edgelm.base.workers.parent import in_daemon_thread
+from edgelm.engine.engine import Engine
 from edgelm.engine.sampling.grammar import GrammarCompiler
 from edgelm.jobs.answer import Answerer
 from edgelm.jobs.request import AnswerRequest
@@ -24,6 +26,7 @@ from edgelm.server.protocol import raise_file_limit
 from edgelm.server.request_id import current_request_id
 from edgelm.text.template_runner import TemplateRunner
 
+QUIET_S, NUM_QUIET = 0.25, 8  # between two looks whether a request is open, and how many find none
 SWITCH_S = 0.001  # a step takes the interpreter dozens of times, and waits so long each time for another thread
 
 
@@ -45,9 +48,7 @@ async def _serve(loaded: LoadedModel, job: ServeJob, child: Child) -> None:
     listener = bind_tcp("127.0.0.1", 0) if job.socket is None else bind_unix(job.socket)
     info = loaded.engine.info
     port = listener.getsockname()[1] if job.socket is None else None
-    grammars = None
-    if loaded.kind == "text":
-        grammars = await asyncio.to_thread(GrammarCompiler, loaded.tokenizer, info.num_vocab)  # nothing is decoded yet
+    grammars = GrammarCompiler(loaded.tokenizer, info.num_vocab) if loaded.kind == "text" else None
     logging.basicConfig(format="%(message)s")  # warnings stay in the log of this process
     logging.getLogger().addHandler(_BugsToFront(child))
     about = (loaded.name, info.engine, info.device, info.context)
@@ -57,7 +58,7 @@ async def _serve(loaded: LoadedModel, job: ServeJob, child: Child) -> None:
         await templates.close()
     answerer = Answerer(loaded, templates, grammars, job.settings)
     gc.freeze()  # a full collection, which stops all threads, looks at what requests make only
-    warming = asyncio.create_task(_warm_up(answerer))
+    warming = asyncio.create_task(_warm_up(answerer, grammars, loaded.engine))
     try:
         await Server(engine_app(EngineParts(loaded, answerer), job.key)).serve(sockets=[listener])
     finally:
@@ -67,13 +68,22 @@ async def _serve(loaded: LoadedModel, job: ServeJob, child: Child) -> None:
             await grammars.close()
 
 
-async def _warm_up(answerer: Answerer) -> None:
+async def _warm_up(answerer: Answerer, grammars: GrammarCompiler | None, engine: Engine) -> None:
     """Start the template's worker and probe the template before the first request needs them.
 
-    A broken template is reported by that request.
+    A broken template is reported by that request. The vocabulary is read for grammars when nobody has asked for a
+    while: the first answer does not wait for it, and the first grammar seldom.
     """
     with contextlib.suppress(EdgeLMError):
         await answerer.prepare(AnswerRequest(messages=[{"role": "user", "content": "Hello"}]))
+    if grammars:
+        quiet = 0
+        while quiet < NUM_QUIET:
+            await asyncio.sleep(QUIET_S)
+            quiet = 0 if engine.num_requests else quiet + 1
+        with contextlib.suppress(EdgeLMError):  # reported by the first grammar
+            await in_daemon_thread(grammars.prepare)
+        gc.freeze()
 
 
 if __name__ == "__main__":

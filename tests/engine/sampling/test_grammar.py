@@ -20,7 +20,7 @@ import pytest_asyncio
 from numpy.typing import NDArray
 
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
-from edgelm.base.errors import ModelError, RequestError
+from edgelm.base.errors import RequestError
 from edgelm.base.workers.grammars import CheckedGrammar, GrammarSpec, SchemaRule
 from edgelm.engine.sampling.grammar import Grammar, GrammarCompiler, GrammarMatcher
 from edgelm.engine.sampling.grammar_checker import MAX_WORKERS
@@ -431,12 +431,31 @@ async def test_a_vocabulary_with_a_very_long_token() -> None:
     await compiler.close()
 
 
-def test_a_vocabulary_that_the_library_cannot_take_is_an_error_of_the_model() -> None:
+async def test_a_vocabulary_that_the_library_cannot_take_is_an_error_of_the_request() -> None:
     words = Words()
     words.pieces += [b"%d" % number + bytes([97 + number % 26]) * 900 for number in range(5000)]
     words.num_tokens = len(words.pieces)
-    with pytest.raises(ModelError, match="vocabulary"):
-        GrammarCompiler(words, words.num_tokens)
+    compiler = GrammarCompiler(words, words.num_tokens)
+    for pattern in ("a*", "b*"):
+        with pytest.raises(RequestError, match="vocabulary is not one that grammars can use"):
+            await compiler.compile(GrammarSpec("regex", pattern))
+    await compiler.close()
+
+
+async def test_the_vocabulary_is_read_once_by_whoever_needs_it_first() -> None:
+    read: list[int] = []
+
+    class Counting(Words):
+        def piece(self, token: int) -> bytes:
+            read.append(token)
+            return super().piece(token)
+
+    compiler = GrammarCompiler(Counting(), NUM_VOCAB)
+    assert not read
+    specs = [GrammarSpec("regex", pattern) for pattern in ("a*", "b*", "c*")]
+    await asyncio.gather(*map(compiler.compile, specs), asyncio.to_thread(compiler.prepare))
+    assert read.count(FIRST_WORD) == 1
+    await compiler.close()
 
 
 async def test_rows_of_a_draft_equal_those_one_by_one(compiler: GrammarCompiler) -> None:
