@@ -166,7 +166,12 @@ async def _serve(
             watch.add_done_callback(lambda done: None if done.cancelled() else ending.begin())
         announce()
         gc.freeze()  # full collections look at what requests make only
-        await server.serve(sockets=listeners)
+        beginning = loop.create_task(launcher.begin())
+        try:
+            await server.serve(sockets=listeners)
+        finally:
+            beginning.cancel()
+            launcher.end_begun()
         await ending.finish()
     return ending.signal
 

@@ -147,6 +147,11 @@ class Launches:
         self._more.set()
         return self.processes[-1]
 
+    async def begin(self) -> None:
+        """Begin no process before a load."""
+
+    def end_begun(self) -> None: ...
+
     async def number(self, count: int) -> FakeProcess:
         """Return the count-th engine once it is started."""
         async with asyncio.timeout(LONG_S):

@@ -18,6 +18,7 @@ from edgelm.base.workers import parent
 from edgelm.base.workers.messages import Loading, Note, Ready, ServeJob, Status
 from edgelm.base.workers.parent import Worker
 from edgelm.library.scan import LocalModel
+from edgelm.server.engine_process import worker
 from edgelm.server.engines import process as engine_process
 from edgelm.server.engines.process import EngineProcess, Launcher
 from tests.server.fake_engines import footprint
@@ -171,6 +172,103 @@ async def test_an_engine_is_told_what_those_beside_it_have_of_the_gpu(
     first.exited = True
     await launch(model, None)
     assert held == [0, 7, 7, 0]
+
+
+class Waiting:
+    """A process without a model."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.exited = False
+
+    def kill(self) -> None:
+        self.exited = True
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Waiting]:
+    """The processes that loads have got, of launchers that begin one without delay."""
+    launched: list[Waiting] = []
+    monkeypatch.setattr(machine, "facts", lambda *_, **__: machine.MachineFacts(canary="ok"))
+    monkeypatch.setattr(engine_process, "Worker", Waiting)
+    monkeypatch.setattr(engine_process, "EngineProcess", lambda worker, *_, **__: launched.append(worker) or Mock())
+    monkeypatch.setattr(engine_process, "BEGIN_AFTER_S", 0.0)
+    return launched
+
+
+async def begun(launch: Launcher) -> tuple[asyncio.Task[None], Any]:
+    """Let a process for the first load begin; return the task, and the process."""
+    beginning = asyncio.create_task(launch.begin())
+    for _ in range(10_000):
+        if launch._begun is not None:
+            break
+        await asyncio.sleep(0.001)
+    return beginning, launch._begun
+
+
+async def test_the_first_load_gets_the_process_that_was_begun_before(tmp_path: Path, launched: list[Waiting]) -> None:
+    launch = Launcher(load_config({}, {"EDGELM_CACHE_DIR": str(tmp_path), "EDGELM_CONFIG_DIR": str(tmp_path)}), None)
+    beginning, process = await begun(launch)
+    for _ in range(2):
+        await launch(LocalModel("x", tmp_path / "x.gguf"), None)
+    assert launched[0] is process
+    assert launched[1] is not process
+    launch.end_begun()
+    assert not process.exited, "it has a model now"
+    beginning.cancel()
+
+
+async def test_a_process_that_no_load_takes_ends(
+    tmp_path: Path, launched: list[Waiting], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = Launcher(load_config({}, {"EDGELM_CACHE_DIR": str(tmp_path), "EDGELM_CONFIG_DIR": str(tmp_path)}), None)
+    beginning, process = await begun(launch)
+    launch.end_begun()  # the front ends
+    assert process.exited
+    beginning.cancel()
+    monkeypatch.setattr(engine_process, "BEGUN_S", 0.0)
+    end, ended = launch.end_begun, list[Any]()
+    monkeypatch.setattr(launch, "end_begun", lambda: ended.append(launch._begun) or end())
+    await launch.begin()
+    assert [process.exited for process in ended] == [True]
+    await launch(LocalModel("x", tmp_path / "x.gguf"), None)
+    assert not launched[0].exited
+
+
+async def test_a_process_that_died_before_its_load_is_replaced(tmp_path: Path, launched: list[Waiting]) -> None:
+    launch = Launcher(load_config({}, {"EDGELM_CACHE_DIR": str(tmp_path), "EDGELM_CONFIG_DIR": str(tmp_path)}), None)
+    beginning, process = await begun(launch)
+    process.exited = True
+    await launch(LocalModel("x", tmp_path / "x.gguf"), None)
+    assert [other.exited for other in launched] == [False]
+    beginning.cancel()
+
+
+async def test_no_process_is_begun_behind_a_load(tmp_path: Path, launched: list[Waiting]) -> None:
+    launch = Launcher(load_config({}, {"EDGELM_CACHE_DIR": str(tmp_path), "EDGELM_CONFIG_DIR": str(tmp_path)}), None)
+    await launch(LocalModel("x", tmp_path / "x.gguf"), None)
+    await launch.begin()
+    assert launch._begun is None
+
+
+async def test_the_vocabulary_is_read_for_grammars_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = [1, 0, 0, 1, 0, 0, 0]  # open requests
+    read: list[int] = []
+
+    class Engine:
+        @property
+        def num_requests(self) -> int:
+            return looks.pop(0)
+
+    async def prepare(_: object) -> None:
+        raise EngineError("the template's process does not start")
+
+    monkeypatch.setattr(worker, "QUIET_S", 0.0)
+    monkeypatch.setattr(worker, "NUM_QUIET", 3)
+    monkeypatch.setattr(worker.gc, "freeze", lambda: None)
+    grammars = Mock(prepare=lambda: read.append(len(looks)))
+    async with asyncio.timeout(LIMIT_S):
+        await worker._warm_up(Mock(prepare=prepare), grammars, Engine())  # type: ignore[arg-type]
+    assert read == [0]
 
 
 async def test_one_that_does_not_leave_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ from edgelm.server.transport import Transport
 WORKER = "edgelm.server.engine_process.worker"
 ERRORS = DeviceError, GpuLoadError
 CONNECT_LIMIT_S = 10.0
+BEGIN_AFTER_S, BEGUN_S = 0.5, 120.0  # when a process for the first load is started, and for how long it waits
 ANSWER_S = 1.0  # for a sign of life
 KEPT_CONNECTIONS = 32  # without a request, to one engine
 KEPT_S = 5.0  # far below KEEP_ALIVE_S, after which the engine closes them
@@ -65,6 +66,7 @@ class Launcher:
         self._gpu_failures = GpuFailures()
         self._gpu_bytes = WeakKeyDictionary[EngineProcess, int]()  # as they were predicted
         self._facts: asyncio.Future[machine.MachineFacts] | None = None
+        self._begun: Worker | None = None  # a process without a model
 
     async def __call__(self, model: LocalModel, footprint: Footprint | None) -> EngineProcess:
         """Start a process that loads a model, in the memory of its prediction.
@@ -96,11 +98,9 @@ class Launcher:
             held_gpu_bytes=sum(held for process, held in self._gpu_bytes.items() if not process.exited),
             cuda_problem=cuda_problem,
         )
-        flags, echo = (["-v"], f"{path.name}: ") if self._verbose else ([], None)
-        replies = (Loading, Note, Ready, Status)
-        worker = Worker(WORKER, *flags, replies=replies, errors=ERRORS, environment=facts.environment, echo=echo)
+        worker, self._begun = self._begun, None
         process = EngineProcess(
-            worker,
+            self._worker(facts, f"{path.name}: ") if worker is None or worker.exited else worker,
             job,
             draft,
             adapter_files(settings.lora),
@@ -109,6 +109,31 @@ class Launcher:
         )
         self._gpu_bytes[process] = footprint.gpu_bytes if footprint else 0
         return process
+
+    def _worker(self, facts: machine.MachineFacts, name: str = "") -> Worker:
+        flags, echo = (["-v"], name) if self._verbose else ([], None)
+        replies = (Loading, Note, Ready, Status)
+        return Worker(WORKER, *flags, replies=replies, errors=ERRORS, environment=facts.environment, echo=echo)
+
+    async def begin(self) -> None:
+        """Start a process for the first load, which imports before it has a model; end it where none comes soon.
+
+        It imports for as long as a small model needs to load and answer.
+        """
+        await asyncio.sleep(BEGIN_AFTER_S)  # a front that ends at once, or is asked at once, needs none
+        with contextlib.suppress(EdgeLMError):  # reported by the load
+            facts = await self._machine_facts()
+            facts.require_working()
+            if self._started == 0 and not self._verbose:  # its log is named after the model
+                self._begun = self._worker(facts)
+                await asyncio.sleep(BEGUN_S)
+                self.end_begun()
+
+    def end_begun(self) -> None:
+        """End the process that waits for a load, if there is one."""
+        if self._begun is not None:
+            self._begun.kill()
+            self._begun = None
 
     async def question(self, model: LocalModel, usable_bytes: int | None, freed_gpu_bytes: int) -> Predict:
         """Return the question for the memory of a model's process. Raises EdgeLMError, as a start would."""
