@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from edgelm.base.atomic import atomic_json, read_json
+from edgelm.base.errors import SnapshotError
 from edgelm.base.sampling import SamplingParams
 from edgelm.engine.core import Chunk, Copy, Drop, Executor, ExecutorInfo, Load, Op, Save, Sequence, Step, Trim
 
@@ -81,7 +82,10 @@ def measure_steps(executor: Executor, points: list[tuple[int, int]], budget_s: f
         for rows, depth in points:
             if time.perf_counter() > end:
                 break
-            bench.fill(depth)
+            try:
+                bench.fill(depth)
+            except SnapshotError:  # there is no memory for a state, by a setting or just now
+                continue
             times = []
             for _ in range(NUM_REPEATS):
                 began = time.perf_counter()
@@ -103,7 +107,7 @@ class _Bench(Protocol):
         """The positions that a row reads."""
 
     def fill(self, depth: int) -> None:
-        """Extend the sequence to about `depth` positions."""
+        """Extend the sequence to about `depth` positions. Raises SnapshotError where no state can be copied."""
 
     def step(self, rows: int) -> None:
         """Run one step that samples `rows` rows, then remove its rows from the cache."""
@@ -171,7 +175,11 @@ class _Slots:
         copies = (depth - length) // length
         if copies > 0:
             repeat: list[Op] = [Load(self._KEY, 1), Copy(1, 0, length), Trim(1, 0)]
-            self._executor.forward(Step((), (Save(0, self._KEY), *(repeat * copies), Drop(self._KEY))))
+            try:
+                self._executor.forward(Step((), (Save(0, self._KEY), *(repeat * copies), Drop(self._KEY))))
+            except SnapshotError:
+                self.clear()
+                raise
             self.depth += copies * length
 
     def step(self, rows: int) -> None:

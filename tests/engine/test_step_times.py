@@ -10,6 +10,7 @@ import pytest
 
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
+from edgelm.backends.snapshots import SnapshotStore
 from edgelm.engine.core import Chunk, CompletedSamples, ExecutorInfo, SamplingParams, Sequence, Step
 from edgelm.engine.step_times import DEEP_ROWS, DEPTH, MORE_ROWS, ROWS, StepTimes, measure_steps
 from tests.tiny import write_tiny
@@ -133,6 +134,15 @@ def test_an_executor_with_one_slot_measures_no_depth(model_path: Path, tmp_path:
     times = StepTimes(tmp_path, ["a"])
     times.measure(executor, budget_s=60)
     assert {depth for _, depth, _ in times.points} == {8}
+    executor.close()
+
+
+def test_without_memory_for_states_no_depth_is_measured(model_path: Path, tmp_path: Path) -> None:
+    executor = LlamaExecutor(LlamaModel(model_path), LlamaOptions(context=2048), SnapshotStore(0))
+    times = StepTimes(tmp_path, ["a"])
+    for _ in range(2):
+        times.measure(executor, budget_s=60)
+        assert {(rows, depth) for rows, depth, _ in times.points} == {(rows, 8) for rows in ROWS}
     executor.close()
 
 

@@ -49,6 +49,9 @@ def test_the_predicted_memory_is_what_a_full_context_takes(
         )
         assert reply.is_success, reply.text
         assert reply.json()["usage"]["total_tokens"] > 0.9 * CONTEXT
+        grammar = {"model": name, "prompt": "1", "max_tokens": 1, "response_format": {"type": "json_object"}}
+        reply = front.http.post("/v1/completions", json=grammar, headers={"prefer": "wait"}, timeout=LIMIT_S)
+        assert reply.is_success, reply.text  # the vocabulary is read for it, or was read before
         engine = front.ps(name)
         taken, predicted = taken_bytes(engine["pid"]), engine["predicted_bytes"]
     print(

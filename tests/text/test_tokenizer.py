@@ -297,6 +297,21 @@ def test_a_long_piece_is_read_whole(tmp_path: Path) -> None:
     assert tokenizer.piece(tokenizer.num_tokens - 1) == long.encode()
 
 
+def test_no_thread_sees_a_long_piece_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = LlamaTokenizer.from_file(write_spm(tmp_path / "v.gguf", ["a" * 500, "b"]))
+    seen: list[int] = []
+    read = LlamaTokenizer._read_odd_piece
+
+    def reading(tokenizer: LlamaTokenizer, token: int) -> bytes:
+        seen.append(len(tokenizer._pieces))
+        return read(tokenizer, token)
+
+    monkeypatch.setattr(LlamaTokenizer, "_read_odd_piece", reading)
+    tokens = range(tokenizer.num_tokens // 64 * 64, tokenizer.num_tokens)
+    assert [tokenizer.piece(token) for token in tokens][-2:] == [b"a" * 500, b"b"]
+    assert set(seen) == {0}
+
+
 def test_a_file_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
     garbage = tmp_path / "garbage.gguf"
     garbage.write_bytes(b"GGUF, or so it says")

@@ -259,10 +259,11 @@ class LlamaTokenizer:
         to_piece, vocab, buffer, size = L.llama_token_to_piece, self._vocab, self._buffer, len(self._buffer)
         with self._buffer_lock:
             pieces = [buffer[: to_piece(vocab, token, buffer, size, 0, False)] for token in tokens]
-        self._pieces.update(zip(tokens, pieces, strict=True))
+        block = dict(zip(tokens, pieces, strict=True))
         for token in compress(tokens, map(not_, pieces)):  # a control token, or longer than the buffer
-            self._pieces[token] = self._read_odd_piece(token)
-        self._pieces.update(dict.fromkeys(self._harmony_ids.intersection(tokens), b""))
+            block[token] = self._read_odd_piece(token)
+        block.update(dict.fromkeys(self._harmony_ids.intersection(tokens), b""))
+        self._pieces.update(block)  # at once: other threads read, too
 
     def _read_odd_piece(self, token: int) -> bytes:
         size: int = -L.llama_token_to_piece(self._vocab, token, None, 0, 0, False)

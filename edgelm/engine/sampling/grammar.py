@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
-from edgelm.base.errors import RequestError
+from edgelm.base.errors import ModelError, RequestError
 from edgelm.base.workers.grammars import CheckedGrammar, GrammarSpec
 from edgelm.base.workers.parent import in_daemon_thread
 from edgelm.engine.core import Masks, Matcher
@@ -182,7 +182,7 @@ class GrammarCompiler:
         self._vocabulary = vocabulary
         self._num_vocab = num_vocab
         self._pieces: Pieces | None = None
-        self._tokenizer: LLTokenizer | RequestError | None = None
+        self._tokenizer: LLTokenizer | ModelError | None = None
         self._lock = threading.Lock()  # of the tokenizer
         self._executor = LLExecutor(1)
         self._checker = checker or GrammarChecker()
@@ -196,23 +196,23 @@ class GrammarCompiler:
         """Read the vocabulary, unless that is done.
 
         It takes up to two seconds, and for most of them no other Python thread runs: do it before the first grammar
-        needs it, where nobody waits. Raises RequestError for a vocabulary that llguidance cannot take.
+        needs it, where nobody waits. Raises ModelError for a vocabulary that llguidance cannot take.
         """
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = self._read()
-            if isinstance(self._tokenizer, RequestError):
-                raise RequestError(self._tokenizer.message, self._tokenizer.hint)
+            if isinstance(self._tokenizer, ModelError):
+                raise ModelError(self._tokenizer.message, self._tokenizer.hint)
             return self._tokenizer
 
-    def _read(self) -> LLTokenizer | RequestError:
+    def _read(self) -> LLTokenizer | ModelError:
         tokens = _Tokens(self._vocabulary, self._num_vocab)
         try:
             tokens.greedy = LLTokenizer(TokenizerWrapper(tokens), eos_token=tokens.eos_token_ids)
         except BaseException as error:  # the library's assertions raise a PanicException, which is no Exception
             if type(error).__name__ != "PanicException":
                 raise
-            return RequestError(
+            return ModelError(
                 "the model's vocabulary is not one that grammars can use", "ask without a format and tools"
             )
         tokens("a")  # some tokenizers read the whole vocabulary at the first text
@@ -221,8 +221,8 @@ class GrammarCompiler:
     async def compile(self, spec: GrammarSpec) -> Grammar:
         """Return the compiled grammar. Neither the event loop nor the engine waits for it, but for `prepare`.
 
-        Raises RequestError for a grammar that is not valid, too large or too slow, and EngineError if the process that
-        checks it cannot be started.
+        Raises RequestError for a grammar that is not valid, too large or too slow, ModelError as `prepare` does, and
+        EngineError if the process that checks it cannot be started.
         """
         result = self._results.get(spec)
         if result is not None:
@@ -250,6 +250,8 @@ class GrammarCompiler:
 
     async def _compile(self, spec: GrammarSpec) -> Grammar:
         checked = await self._checker.check(spec)
+        if self._tokenizer is None:
+            await in_daemon_thread(self.prepare)
         async with self._slots:
             thread = self._idle.pop() if self._idle else _Thread()
             work = in_daemon_thread(lambda: self._compiled(checked), thread.start)

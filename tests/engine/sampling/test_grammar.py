@@ -8,6 +8,7 @@ import json
 import random
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,7 +21,7 @@ import pytest_asyncio
 from numpy.typing import NDArray
 
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
-from edgelm.base.errors import RequestError
+from edgelm.base.errors import ModelError, RequestError
 from edgelm.base.workers.grammars import CheckedGrammar, GrammarSpec, SchemaRule
 from edgelm.engine.sampling.grammar import Grammar, GrammarCompiler, GrammarMatcher
 from edgelm.engine.sampling.grammar_checker import MAX_WORKERS
@@ -431,13 +432,13 @@ async def test_a_vocabulary_with_a_very_long_token() -> None:
     await compiler.close()
 
 
-async def test_a_vocabulary_that_the_library_cannot_take_is_an_error_of_the_request() -> None:
+async def test_a_vocabulary_that_the_library_cannot_take_is_an_error_of_grammars() -> None:
     words = Words()
     words.pieces += [b"%d" % number + bytes([97 + number % 26]) * 900 for number in range(5000)]
     words.num_tokens = len(words.pieces)
     compiler = GrammarCompiler(words, words.num_tokens)
     for pattern in ("a*", "b*"):
-        with pytest.raises(RequestError, match="vocabulary is not one that grammars can use"):
+        with pytest.raises(ModelError, match="vocabulary is not one that grammars can use"):
             await compiler.compile(GrammarSpec("regex", pattern))
     await compiler.close()
 
@@ -455,6 +456,19 @@ async def test_the_vocabulary_is_read_once_by_whoever_needs_it_first() -> None:
     specs = [GrammarSpec("regex", pattern) for pattern in ("a*", "b*", "c*")]
     await asyncio.gather(*map(compiler.compile, specs), asyncio.to_thread(compiler.prepare))
     assert read.count(FIRST_WORD) == 1
+    await compiler.close()
+
+
+async def test_a_slow_vocabulary_makes_no_grammar_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Words):
+        def piece(self, token: int) -> bytes:
+            if token == FIRST_WORD and threading.current_thread() is not threading.main_thread():
+                time.sleep(0.5)
+            return super().piece(token)
+
+    monkeypatch.setattr("edgelm.engine.sampling.grammar.COMPILE_LIMIT_S", 0.4)
+    compiler = GrammarCompiler(Slow(), NUM_VOCAB)
+    await compiler.compile(GrammarSpec("regex", "a*"))
     await compiler.close()
 
 
