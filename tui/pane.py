@@ -7,7 +7,7 @@ Knows nothing of how chats are opened, saved and answered.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from textual import events, on, work
@@ -20,7 +20,7 @@ from edgelm.chats.attachments import Attachment
 from edgelm.chats.history import Message, split_sent
 from edgelm.client.session import Session
 from edgelm.tui.answers import Answer
-from edgelm.tui.commands.table import Command, Suggestion, as_typed
+from edgelm.tui.commands.table import Command, Suggestion, as_typed, in_lines
 from edgelm.tui.hints import link
 from edgelm.tui.lines import COLUMN, clean, margin
 from edgelm.tui.prompt.attaching import Attaching
@@ -291,7 +291,7 @@ class ChatPane(Vertical):
         if self.editing is None:
             self._leave_shell()
             self._set_aside = (self.prompt.written, self.files.items)
-            self.prompt.sent.end()
+        self.prompt.sent.end()
         self.editing = message.id
         self.files.set([Item(file.path, file) for file in message.attachments], message)
         self.prompt.put(as_typed(message.text))
@@ -317,7 +317,7 @@ class ChatPane(Vertical):
             text, items = self._set_aside
             self._set_aside = ("", ())
             self.files.set(items, keep=is_sent)
-            self.prompt.put(_in_lines((text, self.prompt.written)) if is_sent else text)
+            self.prompt.put(in_lines((text, self.prompt.written)) if is_sent else text)
             self.prompt.sent.end()
         self.prompt.remove_class("-editing")
         self.prompt.border_title = ""
@@ -422,7 +422,7 @@ class ChatPane(Vertical):
         """Put a text above the new message, also while another one is edited."""
         if self.editing is not None:
             aside, items = self._set_aside
-            self._set_aside = (_in_lines((text, aside)), items)
+            self._set_aside = (in_lines((text, aside)), items)
         elif text:
             self._leave_shell()
             self.prompt.give_back(text)
@@ -434,11 +434,11 @@ class ChatPane(Vertical):
         here = [message for message in messages if self.editing in (None, message.edited)]
         if here:
             self._leave_shell()
-        self.prompt.give_back(_in_lines(message.typed for message in here))
+        self.prompt.give_back(in_lines(message.typed for message in here))
         text, items = self._set_aside
         for message in reversed(messages):
             if message not in here:
-                text = _in_lines((message.typed, text))
+                text = in_lines((message.typed, text))
                 items = (*self.files.put_aside(message.files), *items)
         self._set_aside = (text, items)
 
@@ -480,7 +480,3 @@ class ChatPane(Vertical):
             self._completion.show_for(common, suggestions if len(suggestions) > 1 else [])
             self.prompt.completing = len(suggestions) > 1
             self.prompt.put(common)
-
-
-def _in_lines(texts: Iterable[str]) -> str:
-    return "\n".join(filter(None, texts))

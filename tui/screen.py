@@ -151,7 +151,8 @@ class ChatScreen(Screen[None]):
         )
         self._interrupted = -TWICE_S  # when Ctrl+C was pressed
         self._has_typed = False  # or else there is no text to save
-        self._is_loaded = False  # the text that the last run left in the prompt
+        self._is_loaded = False  # the state of the last run
+        self._draft = ""  # what that left in the prompt, until it is there again
         self._unsent_timer: Timer | None = None
         self._shell: Worker[None] | None = None  # the command that was run last
         self.begun: Worker[None] | None = None  # a command of a key, before the next key
@@ -201,7 +202,8 @@ class ChatScreen(Screen[None]):
             self.app.theme = theme
         if settings.get("drafts"):
             self.view.show_drafts(True)
-        self.pane.put_before(settings.get("draft", ""))
+        self._draft = settings.get("draft", "")
+        self._put_draft()
         self._is_loaded = True
         self.view.show_chats()
         self.view.show_model()
@@ -550,7 +552,15 @@ class ChatScreen(Screen[None]):
         if event.text == "/":
             self._list_offers()
         self._has_typed = True
+        self._put_draft()
         self._save_soon()
+
+    def _put_draft(self) -> None:
+        """Put the draft of the last run above what is typed by now; where that is a command, behind its Enter."""
+        prompt = self.pane.prompt
+        if self._draft and not prompt.is_shell and not prompt.text.startswith("/"):
+            draft, self._draft = self._draft, ""
+            self.pane.put_before(draft)
 
     def _save_soon(self) -> None:
         if self._unsent_timer is None:
@@ -563,7 +573,9 @@ class ChatScreen(Screen[None]):
     def save_unsent(self) -> None:
         """Save the texts that are not sent for the next run: of the messages that wait, and of the prompt."""
         if self._has_typed and self._is_loaded:
-            self.workspace.remember("draft", "\n".join(filter(None, [*self._outbox.texts, self.pane.unsent])))
+            self.workspace.remember(
+                "draft", "\n".join(filter(None, [*self._outbox.texts, self._draft, self.pane.unsent]))
+            )
 
     # Pulls
 

@@ -129,7 +129,8 @@ class ScreenFace:
         self.view.add(attachment)
 
     async def propose(self, text: str) -> None:
-        self.view.propose(as_typed(text))
+        if self.view.propose(as_typed(text)):
+            self.tell("it is in the prompt when the edit ends")
 
     async def copy(self, text: str) -> None:
         self.view.copy(text)

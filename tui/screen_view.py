@@ -135,10 +135,11 @@ class ScreenView:
         self.focus_prompt()
         return has_begun
 
-    def propose(self, text: str) -> None:
-        """Put a text above what is typed of the new message by now."""
+    def propose(self, text: str) -> bool:
+        """Put a text above what is typed of the new message by now; return whether an edit hides it."""
         self._pane.put_before(text)
         self.focus_prompt()
+        return self._pane.editing is not None
 
     def put_prompt(self, text: str) -> None:
         """Replace the text in the prompt."""

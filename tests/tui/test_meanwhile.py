@@ -159,6 +159,20 @@ async def test_a_kept_draft_stays_where_keys_are_faster_than_the_disk(
         await chat.type("y")
         may_load.set()
         await chat.until(lambda: chat.prompt.text == "a long message of yesterday\ny", "both")
+    for typed in ("!ec", "/thin"):
+        may_load.clear()
+        async with open_chat() as chat:
+            await chat.type(typed)
+            may_load.set()
+            await chat.until(lambda: chat.screen._is_loaded, "loaded")
+            assert chat.prompt.text == typed.removeprefix("!"), "a command stays one"
+    async with open_chat() as chat:  # ended with /thin in the prompt
+        await chat.until(lambda: chat.prompt.text == "a long message of yesterday\ny\n/thin", "both")
+        chat.prompt.put("/think")
+        await chat.pilot.pause()
+        chat.screen._draft = "later"
+        await chat.press("enter")
+        await chat.until(lambda: chat.prompt.text == "later", "behind the command")
 
 
 async def test_what_is_written_survives_the_walk_through_earlier_messages(
@@ -183,6 +197,9 @@ async def test_what_is_written_survives_the_walk_through_earlier_messages(
         await chat.until(lambda: chat.screen.pane.editing is not None, "edited")
         await chat.press("escape")
         await chat.until(lambda: chat.prompt.text == "my next message", "as before the walk")
+        await chat.press("up", "enter")
+        await sent(chat, "Old", "One", "One")
+        assert chat.prompt.text == "my next message", "another one was sent"
 
 
 async def test_a_message_that_comes_back_ends_the_walk_through_earlier_ones(
@@ -263,7 +280,14 @@ async def test_a_prompt_of_a_server_is_no_shell_command(open_chat: Open) -> None
         await chat.screen._face.propose("/Sum it up")  # /SERVER:PROMPT, asked before
         assert (chat.prompt.text, chat.prompt.is_shell) == ("//Sum it up", False)
         await chat.screen._face.propose("First")
-        assert chat.prompt.text == "First\n//Sum it up"
+        assert chat.prompt.text == "First\n/Sum it up", "only the begin of a message needs two"
+        await chat.ask("//Old")
+        await chat.press("f4")
+        await chat.until(lambda: chat.prompt.text.endswith("Old"), "edited")
+        await chat.screen._face.propose("Next")
+        await chat.hears("it is in the prompt when the edit ends")
+        await chat.press("escape")
+        assert chat.prompt.text == "Next"
 
 
 async def test_a_message_that_waits_is_sent_into_its_chat_where_that_was_read_again(

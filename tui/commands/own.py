@@ -15,6 +15,7 @@ from edgelm.base.places import expand_home, own_environment
 from edgelm.chats.preset_file import save_preset
 from edgelm.chats.presets import Preset, Presets, check_name, preset_of
 from edgelm.tui.commands.face import Face
+from edgelm.tui.commands.table import in_lines
 from edgelm.tui.dialogs.basic import LineScreen
 from edgelm.tui.dialogs.presets import OFF, PresetScreen
 from edgelm.tui.dialogs.themes import ThemeScreen, find_theme
@@ -147,7 +148,7 @@ async def editor(face: ScreenFace, _argument: str) -> None:
         raise problem
     if edited is not None and edited != text:
         came = face.view.prompt_text.removesuffix(text).rstrip("\n")  # back, above the text, meanwhile
-        face.view.put_prompt("\n".join(filter(None, (came, edited))))
+        face.view.put_prompt(in_lines((came, edited)))
 
 
 def outline(preset: Preset) -> str:

@@ -6,7 +6,7 @@ Owns names, arguments, keys and their one-line descriptions. A command's functio
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, Literal
@@ -171,6 +171,12 @@ def parse_call(text: str) -> tuple[str, str] | None:
 def as_typed(message: str) -> str:
     """Return what is typed for a message: one that begins with a slash gets another one, or it may be a command."""
     return f"/{message}" if message.startswith("/") else message
+
+
+def in_lines(messages: Iterable[str]) -> str:
+    """Return typed messages as one, below each other: a second slash is only for the begin of a message."""
+    first, *others = [message for message in messages if message] or [""]
+    return "\n".join((first, *(other.removeprefix("/") if other.startswith("//") else other for other in others)))
 
 
 def parse_offer(text: str, servers: Collection[str]) -> tuple[str, str] | None:

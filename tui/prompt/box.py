@@ -19,7 +19,7 @@ from textual.widget import Widget
 from textual.widgets import TextArea
 from textual.widgets.text_area import Edit, EditResult
 
-from edgelm.tui.commands.table import Command, Suggestion, complete
+from edgelm.tui.commands.table import Command, Suggestion, complete, in_lines
 from edgelm.tui.hints import Hint
 from edgelm.tui.palette import list_text
 from edgelm.tui.prompt.pasted import is_long, may_be_paths
@@ -56,15 +56,17 @@ class History:
         if not is_walking:
             self._index = len(self._texts)
 
-    def end(self) -> None:
-        """End the walk: the next one begins at the end."""
+    def end(self) -> str:
+        """End the walk: the next one begins at the end. Return the text that was being written before it."""
+        unsent = "" if self._index == len(self._texts) else self._unsent
         self._index, self._unsent = len(self._texts), ""
+        return unsent
 
     def written(self, current: str) -> str:
         """Return what is being written: the text before the walk, then that of the prompt where it was changed."""
         if self._index == len(self._texts):
             return current
-        return "\n".join(filter(None, (self._unsent, "" if self.shows(current) else current)))
+        return in_lines((self._unsent, "" if self.shows(current) else current))
 
     def back(self, current: str) -> str | None:
         """Return the previous text; None at the oldest."""
@@ -186,7 +188,7 @@ class Prompt(TextArea):
     def give_back(self, text: str) -> None:
         """Put a text that was taken above what was typed since."""
         if text:
-            self.put("\n".join(filter(None, (text, self.written))))
+            self.put(in_lines((text, self.written)))
             self.sent.end()
 
     def give_back_command(self, command: str) -> None:
@@ -305,9 +307,11 @@ class Prompt(TextArea):
     def action_send(self) -> None:
         """Take the text out before the next key: what is typed from now on is no part of it."""
         text, was_shell = self.text, self.leave_shell()
-        if text:
+        if was_shell:
             self.put("")
-        self.sent.end()
+        elif text:
+            before = self.sent.end()
+            self.put("" if self.has_class("-editing") else before)
         if was_shell:
             self.post_message(self.Ran(text))
         else:
