@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from textual._context import visible_screen_stack
 from textual.app import App, ComposeResult
 from textual.pilot import Pilot
 from textual.widgets import Input, Label, TextArea
@@ -132,7 +133,7 @@ async def settle(pilot: Pilot[None]) -> None:
         field.cursor_blink = False
     last, since = None, time.monotonic()
     while last is None or time.monotonic() - since < 0.1:
-        picture = [strip.text for strip in pilot.app.screen._compositor.render_strips()]
+        picture = rows_of(pilot)
         if picture != last or any(worker.group in DRAWING for worker in pilot.app.workers):
             last, since = picture, time.monotonic()
         await pilot.pause(0.02)
@@ -496,7 +497,13 @@ def test_two_versions(app: ChatApp, front: Path, theme: str, size: tuple[int, in
 
 
 def text_of(pilot: Pilot[None]) -> str:
-    return "\n".join(strip.text for strip in pilot.app.screen._compositor.render_strips())
+    return "\n".join(rows_of(pilot))
+
+
+def rows_of(pilot: Pilot[None]) -> list[str]:
+    """Draw the screen. A dialog keeps what it draws: without the screens behind it, the picture would lack them."""
+    visible_screen_stack.set(pilot.app._background_screens)
+    return [strip.text for strip in pilot.app.screen._compositor.render_strips()]
 
 
 async def until_text(pilot: Pilot[None], *words: str) -> None:
