@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from edgelm.engine.speculation.past_answers import AnswersFile
+from edgelm.engine.speculation.throttle import CUT
 from edgelm.server.keys import Key
 from tests.server.harness import Front, serving, until, watching
 from tests.server.test_serve import edgelm
@@ -73,8 +74,8 @@ def test_an_answer_to_one_key_drafts_for_that_key_alone(front: Front) -> None:
         return int(chat(front, key, question, max_tokens=80)["edgelm"]["speculation"]["accepted"])
 
     first, other = accepted(ANN), accepted(BOB)
-    # Drafts pause while they cost time, as on a busy machine: one of the next answers has them.
-    assert any(accepted(ANN) > max(first, other) + 10 for _ in range(6))
+    # Drafts pause while they cost time, as on a busy machine: one of the next answers has them, of 38 tokens each.
+    assert any(accepted(ANN) > max(first, other) + 10 for _ in range(3 * CUT // 38))
 
 
 def test_a_stored_response_of_another_key_does_not_exist(front: Front) -> None:

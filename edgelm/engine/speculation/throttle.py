@@ -20,6 +20,7 @@ MAX_LOSS = 2.0  # plain steps that a request, or all together, may lose before d
 MIN_LOSS = 0.25  # each paused request halves the limit of the next one, down to this
 MAX_CREDIT = 2.0  # plain steps of gains that count against later losses
 PAUSE = 64  # tokens without drafts; doubled by each further pause of a request
+CUT = 512  # tokens of all requests for which drafts stay short; doubled by each further time
 FREE_TIME = 0.01  # plain steps: the time that `propose` may take for all sequences of a step
 TRIAL_RATE = 0.005  # share of the time that a drafter without proof may lose
 TRIAL_COST = 0.15  # plain steps that a first draft takes beside its row
@@ -76,7 +77,8 @@ class ThrottledDrafter:
     right costs TRIAL_RATE. Without `proof`, it counts as proved.
 
     A single step with a long draft can lose more than an account may. While nothing is accepted, each pause after such
-    a step halves the drafts of all requests; the first accepted token lifts that limit.
+    a step halves the drafts of all requests. The first accepted token lifts that limit, or CUT tokens do: where one row
+    alone does not pay, no draft is short enough to be accepted, and the step may have been slow for another reason.
     """
 
     def __init__(
@@ -95,6 +97,8 @@ class ThrottledDrafter:
         self._balance = 0.0  # of all requests together
         self._max_loss = MAX_LOSS  # of the next request
         self._cut_len: int | None = None  # limit of drafts while nothing is accepted
+        self._cut_for = CUT  # tokens that the next limit lasts
+        self._cut_left = 0  # tokens that this one lasts
         self._accepted = False  # whether a token was accepted since the last pause
         self._proof = proof
         self._trial = _Trial() if proof and not os.path.exists(proof) else None  # noqa: PTH110 - raises nothing
@@ -105,6 +109,11 @@ class ThrottledDrafter:
 
     def propose(self, seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
         account = self._accounts[seq]
+        if self._cut_len:
+            self._cut_left -= 1
+            if not self._cut_left:
+                self._cut_len = None
+                self._cut_for *= 2
         if len(seq.tokens) < account.resume_at or self._clock.plain_due or not self._may_draft(seq, marginal_cost):
             return []
         start = time.perf_counter()
@@ -129,7 +138,7 @@ class ThrottledDrafter:
     def observe(self, seq: Sequence, drafted: int, accepted: int) -> None:
         self._drafter.observe(seq, drafted, accepted)
         if accepted:
-            self._cut_len, self._accepted = None, True
+            self._cut_len, self._cut_for, self._accepted = None, CUT, True
         step = self._clock.last
         if step is None or step.rows <= step.sequences:
             return
@@ -141,7 +150,7 @@ class ThrottledDrafter:
         gain = accepted / step.sequences - share * (step.seconds / step.plain_s - 1)
         if self._add(seq, max(gain, -MAX_LOSS)):  # a stalled step is not its draft's fault
             if gain < -MAX_LOSS and not self._accepted:
-                self._cut_len = max(drafted // 2, 1)
+                self._cut_len, self._cut_left = max(drafted // 2, 1), self._cut_for
             self._accepted = False
 
     def _add(self, seq: Sequence, gain: float) -> bool:

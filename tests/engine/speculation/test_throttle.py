@@ -309,6 +309,30 @@ def test_drafts_of_which_nothing_is_accepted_get_shorter_until_a_token_is() -> N
     assert [run.step(drafted_s=1.1 * PLAIN_S, accepted=1)[0] for _ in range(2)] == [1, 4]
 
 
+class LongOnly(Always):
+    """Drafts where four rows are allowed: one alone does not pay, as on a staircase of costs."""
+
+    def propose(self, seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
+        return [7] * 4 if len(marginal_cost) >= 4 else []
+
+
+def test_a_short_limit_ends_though_no_draft_is_short_enough_to_lift_it() -> None:
+    """Two steps that hang while their drafts are wrong ended drafts for the life of a process."""
+    run = Run()
+    run.drafter = ThrottledDrafter(LongOnly(), run.clock)
+    run.drafter.begin(run.seqs[0])
+    again, hangs = [], []
+    for number in range(1, 3):
+        hangs.append([run.step(drafted_s=9 * PLAIN_S, accepted=0)[0] for _ in range(4)])
+        next_request(run, number)
+        drafted = [run.step(drafted_s=PLAIN_S, accepted=0)[0] for _ in range(4 * throttle.CUT)]
+        again.append(drafted.index(4))
+        next_request(run, 9 + number)
+    assert hangs == [[4, 4, 0, 0]] * 2
+    assert PAUSE < again[0] < 2 * throttle.CUT
+    assert 1.8 * again[0] < again[1] < 3 * throttle.CUT, "each limit lasts longer while nothing is accepted"
+
+
 def test_a_pause_after_accepted_tokens_leaves_drafts_long() -> None:
     run = Run()
     first = []
