@@ -29,9 +29,16 @@ _DEPTH_BLOCK = 256  # cached positions; within a block of them, one cost curve i
 _CURVE_STEPS = 32  # steps after which the cost curves are computed again
 
 _SCALE_WEIGHT = 0.3  # of the newest step
-_RATIO_WEIGHT = 0.05
+_RATIO_WEIGHT = 0.1
+_NEWS_WEIGHT = 0.5  # of a step with a number of rows that was long not seen
 _SHORTEST_S = 1e-6  # shorter times are below the resolution of the clock
 _OUTLIER = 4.0  # a step this many times longer or shorter than expected tells of the machine, not of rows
+
+TRIAL_AFTER = 256  # steps without drafts: what rows cost may have been learnt while the machine was busy
+MAX_TRIAL_AFTER = 2**14  # each trial that takes as long as was expected doubles the time to the next one
+TRIAL_NEWS = 0.8  # of the expected time: a trial that took less was news
+TRIAL_LEN = 4  # rows
+TRIAL_COST = 0.25  # steps, of each of them: where they cost a step each, a trial loses 1 % of 256 tokens
 
 
 class Measured(NamedTuple):
@@ -49,7 +56,8 @@ class StepCosts:
 
     `base` and `slope` come from measurements, with interpolation between them: over rows the time is a staircase (on a
     CPU four rows may cost less than three), over depth a line. `scale` follows the present speed of the machine,
-    `ratio` the cost of a row count relative to the others. Without a measurement or a real step, nothing is known.
+    `ratio` the cost of a row count relative to the others: it learns where row counts change, because steps of one
+    count tell of the machine alone. Without a measurement or a real step, nothing is known.
     """
 
     def __init__(self, points: Iterable[Measured] = ()) -> None:
@@ -57,6 +65,9 @@ class StepCosts:
         self._slope: dict[int, float] = {}  # seconds for each cached position, by rows
         self._ratio: dict[int, float] = {}
         self._scale = 1.0
+        self._observed = 0  # steps
+        self._seen: dict[int, int] = {}  # number of the last step, by rows
+        self._last_rows = 0
         by_rows: dict[int, list[Measured]] = {}
         for point in points:
             by_rows.setdefault(point.rows, []).append(point)
@@ -76,14 +87,18 @@ class StepCosts:
     def observe(self, rows: int, depth: int, seconds: float) -> None:
         """Learn from a step without prefill."""
         seconds = max(seconds, _SHORTEST_S)
+        self._observed += 1
+        is_news = self._observed - self._seen.get(rows, 0) > TRIAL_AFTER
+        is_change, self._last_rows = rows != self._last_rows, rows
+        self._seen[rows] = self._observed
         if rows not in self._base and not self._is_between(rows):
             bisect.insort(self._rows, rows)
             self._base[rows] = max(seconds / self._scale - self._slope_of(rows) * depth, seconds / self._scale / 2)
             return
-        error = seconds / self.time(rows, depth)
-        if 1 / _OUTLIER < error < _OUTLIER:
-            self._ratio[rows] = self._ratio.get(rows, 1.0) * error**_RATIO_WEIGHT
-        self._scale *= min(max(error, 1 / _OUTLIER), _OUTLIER) ** _SCALE_WEIGHT
+        error = min(max(seconds / self.time(rows, depth), 1 / _OUTLIER), _OUTLIER)
+        if is_change and (is_news or 1 / _OUTLIER < error < _OUTLIER):
+            self._ratio[rows] = self._ratio.get(rows, 1.0) * error ** (_NEWS_WEIGHT if is_news else _RATIO_WEIGHT)
+        self._scale *= error**_SCALE_WEIGHT
 
     def time(self, rows: int, depth: int) -> float:
         """Return the seconds of a step; 0: not known."""
@@ -152,6 +167,8 @@ class StepClock:
         self._plain: dict[int, _PlainSteps] = {}  # by the number of sequences
         self._gaps: deque[float] = deque(maxlen=_GAPS)
         self._gap_at = 0  # number of the step before the last gap
+        self._undrafted = 0  # decode steps since the last one with drafts
+        self._trial_after = TRIAL_AFTER
         self.last: DecodeStep | None = None  # None: the last step had prefill
         self.sequences = 1  # for which the last step sampled
         self.plain_due = False  # whether the next step should have no drafts
@@ -184,8 +201,12 @@ class StepClock:
         if rows == sequences:
             plain.recent.append((seconds, depth))
             plain.count, plain.last, plain.drafted = plain.count + 1, self._observed, 0
+            self._undrafted += 1
         else:
             plain.drafted += 1
+            confirms = self._undrafted >= self._trial_after and seconds > TRIAL_NEWS * self._costs.time(rows, depth)
+            self._trial_after = min(2 * self._trial_after, MAX_TRIAL_AFTER) if confirms else TRIAL_AFTER
+            self._undrafted = 0
         self.plain_due = plain.drafted >= min(FIRST_PLAIN * plain.count, PLAIN_EVERY)
 
     def observe_gap(self, seconds: float) -> None:
@@ -218,11 +239,14 @@ class StepClock:
 
         A longer step delays every sequence in it, so the cost is for all sequences: a draft of one sequence has to
         win back what the others lose. Before the first measurement, a row costs as much as a prefill token, or a step.
+        Where no step had drafts for long, the first rows are offered for less: only such a step tells their cost.
         """
         key = rows, depth // _DEPTH_BLOCK, sequences
         curve = self._curves.get(key, [])
         if len(curve) < room:
             curve = self._curves[key] = self._curve(rows, depth, sequences, room)
+        if self._undrafted >= self._trial_after and rows == sequences:
+            return [min(cost, TRIAL_COST) for cost in curve[:TRIAL_LEN]][:room] + curve[TRIAL_LEN:room]
         return curve if len(curve) == room else curve[:room]
 
     def _curve(self, rows: int, depth: int, sequences: int, room: int) -> list[float]:

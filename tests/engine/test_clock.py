@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgelm.engine.clock import FRESH, MAX_STEP_S, MIN_PREFILL, PLAIN_EVERY, Measured, StepClock, StepCosts
+from edgelm.engine.clock import FRESH, MAX_STEP_S, MIN_PREFILL, PLAIN_EVERY, TRIAL_AFTER, Measured, StepClock, StepCosts
 from edgelm.engine.core import Chunk, SamplingParams, Sequence, Step
 
 
@@ -198,6 +198,75 @@ def test_one_delayed_step_changes_little() -> None:
     costs = StepCosts(SURFACE)
     costs.observe(4, 0, 10.0)
     assert costs.time(4, 0) / costs.time(1, 0) == pytest.approx(1.6, rel=0.1)
+
+
+ROWS = (1, 2, 3, 4, 5, 6, 8, 16)
+
+
+def seconds_of(rows: int, row_cost: float) -> float:
+    return 0.01 * (1 + row_cost * (rows - 1))
+
+
+def price_of_a_draft(clock: StepClock) -> float:
+    """Return the price of each of the first four rows."""
+    return sum(clock.marginal_cost(1, 0, 1, 8)[:4]) / 4
+
+
+@pytest.mark.parametrize("row_cost", [0.12, 0.35, 0.6])
+@pytest.mark.parametrize("stall", [3.0, 6.0, 50.0])
+def test_steps_that_stall_now_and_then_do_not_raise_the_price_of_rows(row_cost: float, stall: float) -> None:
+    """Each stall of a plain step made rows 6 % dearer; after five to forty of them none was ever drafted again."""
+    clock = StepClock(StepCosts(Measured(rows, 0, seconds_of(rows, row_cost)) for rows in ROWS))
+    for number in range(1, 2_001):
+        clock.observe(step(0, 1), 0.01 * (stall if number % 20 == 0 else 1.0))
+        if number % 100 == 50:
+            clock.observe(step(0, 5, 1), seconds_of(5, row_cost))
+    for _ in range(20):
+        clock.observe(step(0, 1), 0.01)
+    assert price_of_a_draft(clock) == pytest.approx(row_cost, rel=0.1)
+
+
+def test_a_machine_that_always_stalls_keeps_a_price() -> None:
+    """The scale and the ratio of one row count drifted apart without end: OverflowError after 69,000 steps."""
+    costs = StepCosts(SURFACE)
+    for number in range(100_000):
+        costs.observe(1, 0, 0.08 if number % 5 == 0 else 0.01)
+    assert 0.01 < costs.time(1, 0) < 0.1
+    assert costs.time(4, 0) / costs.time(1, 0) == pytest.approx(1.6)
+
+
+@pytest.mark.parametrize("wrong", [2.0, 3.0, 20.0])
+def test_prices_that_allow_no_draft_are_doubted_until_a_step_with_a_draft_tells(wrong: float) -> None:
+    """A first start under load kept them for the life of a process, and on the disk."""
+    measured = [Measured(rows, 0, seconds_of(rows, 0.35) * (wrong if rows > 1 else 1)) for rows in ROWS]
+    clock = StepClock(StepCosts(measured))
+    trials = []
+    for number in range(12 * TRIAL_AFTER):
+        if price_of_a_draft(clock) < 0.9:
+            trials.append(number)
+            clock.observe(step(0, 5, 1), seconds_of(5, 0.35))
+        else:
+            clock.observe(step(0, 1), 0.01)
+    assert trials[0] == TRIAL_AFTER
+    assert number - trials[-1] < 2, "they are cheap without a trial"
+    assert len(trials) > 4 * TRIAL_AFTER
+
+
+def test_trials_of_rows_that_are_dear_get_rare() -> None:
+    clock = StepClock(StepCosts(Measured(rows, 0, seconds_of(rows, 1.0)) for rows in ROWS))
+    trials = []
+    for number in range(40 * TRIAL_AFTER):
+        if price_of_a_draft(clock) < 0.9:
+            trials.append(number)
+            assert clock.marginal_cost(1, 0, 1, 8)[4] == pytest.approx(1.0, rel=0.01), "a trial is short"
+            assert clock.marginal_cost(2, 0, 2, 1)[0] < 0.4
+            assert clock.marginal_cost(6, 0, 1, 1)[0] > 0.15, "one request of a step tries"
+            clock.observe(step(0, 5, 1), seconds_of(5, 1.0))
+        else:
+            clock.observe(step(0, 1), 0.01)
+    gaps = [b - a for a, b in itertools.pairwise(trials)]
+    assert gaps == [1 + TRIAL_AFTER * 2**n for n in range(1, 1 + len(gaps))]
+    assert len(gaps) == 4
 
 
 points = st.builds(Measured, st.integers(1, 64), st.integers(0, 10_000), st.floats(1e-5, 1.0))
