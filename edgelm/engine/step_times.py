@@ -28,7 +28,7 @@ DEEP_ROWS = (1, 4, 8, 2)
 DEPTH = 2048  # positions; attention's share of a step grows in proportion
 STATE_LEN = 32  # positions of the state that is repeated to fill the cache
 SHALLOW_LEN = 8
-NUM_REPEATS = 3  # of a point in one start of a process
+NUM_REPEATS = 3  # of a point in one start of a process; the least counts, as other programs only add to it
 NUM_STARTS = 3  # in which a point is measured
 MAX_FILE_BYTES = 100_000
 VERSION = 1  # of the measurement: part of the file's name
@@ -69,34 +69,31 @@ class StepTimes:
 
 
 def measure_steps(executor: Executor, points: list[tuple[int, int]], budget_s: float) -> list[Point]:
-    """Return the median seconds of steps with `(rows, depth)`. The executor has no sequences, before and after.
+    """Return the least seconds of steps with `(rows, depth)`. The executor has no sequences, before and after.
 
+    Each point is measured once before any is repeated: what is busy for a moment then slows few steps of a point.
     Stops when `budget_s` is spent. Raises EngineError if the executor refuses a step.
     """
     end = time.perf_counter() + budget_s
     bench: _Bench = _Blocks(executor) if executor.info.block_len else _Slots(executor)
-    measured: list[Point] = []
+    times: dict[tuple[int, int], float] = {}
     try:
         bench.fill(SHALLOW_LEN)
         bench.step(1)  # warm-up: the first step touches memory that was never used
-        for rows, depth in points:
+        for rows, depth in points * NUM_REPEATS:
             if time.perf_counter() > end:
                 break
             try:
                 bench.fill(depth)
             except SnapshotError:  # there is no memory for a state, by a setting or just now
                 continue
-            times = []
-            for _ in range(NUM_REPEATS):
-                began = time.perf_counter()
-                bench.step(rows)
-                times.append(time.perf_counter() - began)
-                if time.perf_counter() > end:
-                    break
-            measured.append((rows, bench.depth, statistics.median(times)))
+            began = time.perf_counter()
+            bench.step(rows)
+            took, point = time.perf_counter() - began, (rows, bench.depth)
+            times[point] = min(took, times.get(point, took))
     finally:
         bench.clear()
-    return measured
+    return [(rows, depth, seconds) for (rows, depth), seconds in times.items()]
 
 
 class _Bench(Protocol):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.snapshots import SnapshotStore
+from edgelm.engine import step_times
 from edgelm.engine.core import Chunk, CompletedSamples, ExecutorInfo, SamplingParams, Sequence, Step
 from edgelm.engine.step_times import DEEP_ROWS, DEPTH, MORE_ROWS, ROWS, StepTimes, measure_steps
 from tests.tiny import write_tiny
@@ -162,6 +164,21 @@ class RecordingBlocks:
 
     def sample(self, step: Step, _: None) -> CompletedSamples:
         return CompletedSamples([[] for _ in step.chunks])
+
+
+def test_what_is_busy_for_a_moment_slows_no_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The repeats of a point followed one another: a program that ran for a moment slowed all of one point."""
+    now = [0.0]
+    monkeypatch.setattr(step_times, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    class Busy(RecordingBlocks):
+        def forward(self, step: Step) -> None:
+            super().forward(step)
+            busy = 10 <= len(self.steps) < 16 or 18 <= len(self.steps) < 24
+            now[0] += 0.01 * step.num_rows * (5 if busy else 1)
+
+    points = measure_steps(Busy(8), [(rows, 8) for rows in ROWS], 60)  # type: ignore[arg-type]
+    assert points == [(rows, 8, pytest.approx(0.01 * rows)) for rows in ROWS]
 
 
 @pytest.mark.parametrize(("max_sequences", "largest"), [(1, 16), (2, 32), (8, 64)])
