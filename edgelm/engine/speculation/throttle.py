@@ -32,10 +32,11 @@ log = logging.getLogger(__name__)
 class _Account:
     """The time that drafting gained for one request, in plain steps."""
 
-    __slots__ = ("balance", "earned_to", "max_loss", "pause", "resume_at")
+    __slots__ = ("balance", "due", "earned_to", "max_loss", "pause", "resume_at")
 
     def __init__(self, max_loss: float, length: int) -> None:
         self.balance = 0.0
+        self.due = 0.0  # gain that a draft began with, which is negative, until its outcome is known
         self.earned_to = length  # the tokens before this have earned what a trial may lose
         self.max_loss = max_loss
         self.pause = PAUSE
@@ -95,6 +96,7 @@ class ThrottledDrafter:
         self._max_draft = max_draft
         self._accounts: WeakKeyDictionary[Sequence, _Account] = WeakKeyDictionary()
         self._balance = 0.0  # of all requests together
+        self._due = 0.0  # likewise
         self._max_loss = MAX_LOSS  # of the next request
         self._cut_len: int | None = None  # limit of drafts while nothing is accepted
         self._cut_for = CUT  # tokens that the next limit lasts
@@ -114,16 +116,23 @@ class ThrottledDrafter:
             if not self._cut_left:
                 self._cut_len = None
                 self._cut_for *= 2
+        if account.due:  # of a draft that no step verified
+            self._add(seq, self._take_due(account))
         if len(seq.tokens) < account.resume_at or self._clock.plain_due or not self._may_draft(seq, marginal_cost):
+            return []
+        if self._balance + self._due < -account.max_loss:  # others of this step have drafts
             return []
         start = time.perf_counter()
         draft = self._drafter.propose(seq, marginal_cost[: self._limit(seq)], forced)
         if token_s := self._clock.token_s():
             free = 0.0 if self._on_trial(seq) else FREE_TIME
             lost = (time.perf_counter() - start) / token_s  # tokens
-            self._add(seq, min(free - lost, 0.0) / self._clock.sequences)
+            account.due = min(free - lost, 0.0) / self._clock.sequences
+            self._due += account.due
         if draft:
             seq.drafted_by = self._name
+        elif account.due:
+            self._add(seq, self._take_due(account))
         return draft
 
     def missed_draft_cost(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
@@ -139,22 +148,29 @@ class ThrottledDrafter:
         self._drafter.observe(seq, drafted, accepted)
         if accepted:
             self._cut_len, self._cut_for, self._accepted = None, CUT, True
+        due = self._take_due(self._accounts[seq])
         step = self._clock.last
-        if step is None or step.rows <= step.sequences:
-            return
-        if not step.plain_s:
-            if 2 * accepted < drafted:
+        if step is None or step.rows <= step.sequences or not step.plain_s:
+            if step and not step.plain_s and 2 * accepted < drafted:
                 self._clock.plain_due = True  # measure a plain step before more such drafts are made
+            self._add(seq, min(due + accepted / self._clock.sequences, 0.0))  # what the rows took is not known
             return
         share = drafted / (step.rows - step.sequences)
         gain = accepted / step.sequences - share * (step.seconds / step.plain_s - 1)
-        if self._add(seq, max(gain, -MAX_LOSS)):  # a stalled step is not its draft's fault
+        if self._add(seq, gain + due):
             if gain < -MAX_LOSS and not self._accepted:
                 self._cut_len, self._cut_left = max(drafted // 2, 1), self._cut_for
             self._accepted = False
 
+    def _take_due(self, account: _Account) -> float:
+        """Return what is due for a request, which is nothing from now on."""
+        due, account.due = account.due, 0.0
+        self._due -= due
+        return due
+
     def _add(self, seq: Sequence, gain: float) -> bool:
         """Add to the account of a request, or of the trial; tell whether drafting pauses."""
+        gain = max(gain, -MAX_LOSS)  # a stalled step is not its draft's fault
         if self._trial and self._trial.add(gain):
             self._prove(True)
         account = self._accounts[seq]
@@ -216,6 +232,7 @@ class ThrottledDrafter:
     def end(self, seq: Sequence) -> None:
         account = self._accounts.pop(seq, None)
         if account:
+            self._take_due(account)
             self._balance -= account.balance
             paused = account.resume_at > 0
             self._max_loss = max(account.max_loss / 2, MIN_LOSS) if paused else MAX_LOSS

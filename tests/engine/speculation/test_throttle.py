@@ -199,6 +199,48 @@ def test_the_time_of_a_drafter_without_a_draft_is_a_loss_too(monkeypatch: pytest
     assert 3 <= len(run.inner.asked) <= 6
 
 
+def test_a_draft_that_wins_may_take_more_time_than_a_request_may_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fifteen tokens of a draft model take 2.5 steps; booked before their gain, they made each request pause."""
+    run, now = Run(), [0.0]
+    monkeypatch.setattr(throttle.time, "perf_counter", lambda: now[0])
+
+    def propose(seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
+        now[0] += 2.5 * PLAIN_S
+        return [7] * 4
+
+    monkeypatch.setattr(run.inner, "propose", propose)
+    drafted = [run.step(drafted_s=1.1 * PLAIN_S, accepted=4)[0] for _ in range(60)]
+    assert all(drafted)
+
+
+def test_the_time_of_a_draft_that_no_step_verifies_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar may refuse each draft."""
+    run, now = Run(), [0.0]
+    monkeypatch.setattr(throttle.time, "perf_counter", lambda: now[0])
+
+    def propose(seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
+        now[0] += 0.5 * PLAIN_S
+        return [7]
+
+    monkeypatch.setattr(run.inner, "propose", propose)
+    [seq] = run.seqs
+    assert sum(bool(run.drafter.propose(seq, [0.1] * 8)) for _ in range(20)) <= 5
+
+
+def test_requests_of_one_step_draft_no_longer_than_all_may_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each draft takes time that all wait for, before the outcome of any is known."""
+    run, now = Run(sequences=16), [0.0]
+    monkeypatch.setattr(throttle.time, "perf_counter", lambda: now[0])
+
+    def propose(seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
+        now[0] += 0.5 * PLAIN_S
+        return [7]
+
+    monkeypatch.setattr(run.inner, "propose", propose)
+    assert sum(run.step(drafted_s=1.1 * PLAIN_S, accepted=0)) <= 5
+    assert sum(map(sum, (run.step(drafted_s=1.1 * PLAIN_S, accepted=0) for _ in range(20)))) == 0
+
+
 RIGHT = {rows: PLAIN_S * (1 + 0.3 * (rows - 1)) for rows in (1, 2, 3, 4, 5, 6, 8, 16)}
 SURFACES = {
     "right": RIGHT,
