@@ -15,6 +15,7 @@ PRIOR = 8.0  # draft tokens that the prior of a bucket counts as
 DECAY = 0.98  # of a bucket's counts, per verified draft token
 MIN_REACH = 0.02  # a draft ends before tokens that are reached less often
 RETRY_EVERY = 16  # tokens without a draft, while drafting is not expected to pay
+FIRST_DUE, MAX_DUE = 16, 64  # retries in which no draft is expected to pay, before one is verified nevertheless
 WEIGHT = 0.2  # of the newest observation in an average
 USUAL_WEIGHT = 0.05  # the same for the average over all sequences
 
@@ -37,6 +38,8 @@ class Confidence:
     def __init__(self) -> None:
         self._accepted = [PRIOR * (bucket + 0.5) / NUM_BUCKETS for bucket in range(NUM_BUCKETS)]
         self._verified = [PRIOR] * NUM_BUCKETS
+        self._due = 0  # retries in which no draft was expected to pay
+        self._next_due = FIRST_DUE  # of them, before one is verified; each doubles it, and an accepted one makes it 1
         self._usual = self._acceptance(1.0)  # acceptance of a token before its confidence is known
 
     def may_pay(self, draft: Draft, length: int, row_cost: float, step_cost: float) -> bool:
@@ -44,15 +47,24 @@ class Confidence:
 
         The costs are in plain steps of a request alone: among others, in tokens that all lose together.
         """
-        due = length - draft.last_try > RETRY_EVERY
-        return due or self._usual > (row_cost + step_cost) * draft.rate
+        return self.is_due(draft, length) or self._usual > (row_cost + step_cost) * draft.rate
+
+    def is_due(self, draft: Draft, length: int) -> bool:
+        """Tell whether the last try is so long ago that what was learnt may be wrong by now."""
+        return length - draft.last_try > RETRY_EVERY
 
     def propose(
-        self, draft: Draft, next_token: Callable[[], tuple[int, float]], marginal_cost: Seq[float], step_cost: float
+        self,
+        draft: Draft,
+        next_token: Callable[[], tuple[int, float]],
+        marginal_cost: Seq[float],
+        step_cost: float,
+        is_due: bool = False,
     ) -> list[int]:
         """Return the most likely continuation, with the length of the best expected rate.
 
-        Each call of `next_token` returns the token behind the last one, and its confidence.
+        Each call of `next_token` returns the token behind the last one, and its confidence. Only verified tokens teach:
+        of the tries that were due and are not expected to pay, some return one token.
         """
         tokens: list[int] = []
         confidences: list[float] = []
@@ -73,12 +85,18 @@ class Confidence:
                 best_rate, best_len = num_tokens / spent, length
             if reach < MIN_REACH or reach * self._usual < step_cost * draft.rate:
                 break
+        if is_due and tokens and not best_len:
+            self._due += 1
+            if self._due >= self._next_due:
+                self._due, self._next_due, best_len = 0, min(2 * self._next_due, MAX_DUE), 1
         draft.confidences = confidences[:best_len]
         draft.spent = 1.0 + sum(marginal_cost[:best_len]) + step_cost * len(tokens)
         return tokens[:best_len]
 
     def observe(self, draft: Draft, drafted: int, accepted: int) -> None:
         """Learn from a draft that was verified."""
+        if accepted:
+            self._next_due = 1
         for place, confidence in enumerate(draft.confidences[: min(accepted + 1, drafted)]):
             bucket = _bucket(confidence)
             self._verified[bucket] = DECAY * self._verified[bucket] + 1

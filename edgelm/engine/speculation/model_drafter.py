@@ -68,12 +68,13 @@ class ModelDrafter:
         step_cost = self._step_cost()
         if not self._confidence.may_pay(mirror.draft, len(seq.tokens), marginal_cost[0], step_cost):
             return []
+        is_due = self._confidence.is_due(mirror.draft, len(seq.tokens))
         mirror.draft.last_try = len(seq.tokens)
         try:
             if not self._catch_up(mirror, tokens):
                 return []
             return self._confidence.propose(
-                mirror.draft, self._continuation(mirror, tokens[-1]), marginal_cost, step_cost
+                mirror.draft, self._continuation(mirror, tokens[-1]), marginal_cost, step_cost, is_due
             )
         except EngineError as error:
             self._disable(error)

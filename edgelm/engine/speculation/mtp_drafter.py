@@ -47,6 +47,7 @@ class MtpDrafter:
         step_cost = self._step_cost()
         if not self._confidence.may_pay(draft, len(seq.tokens), marginal_cost[0], step_cost):
             return []
+        is_due = self._confidence.is_due(draft, len(seq.tokens))
         draft.last_try = len(seq.tokens)
         token: int | None = None
 
@@ -61,7 +62,7 @@ class MtpDrafter:
             return token, probability
 
         try:
-            proposed = self._confidence.propose(draft, next_token, marginal_cost, step_cost)
+            proposed = self._confidence.propose(draft, next_token, marginal_cost, step_cost, is_due)
             if token is not None:
                 self._next_rest = 0
             return proposed

@@ -10,6 +10,7 @@ import pytest
 
 from edgelm.engine.clock import Measured, StepClock, StepCosts
 from edgelm.engine.core import Masks, Sampled, SamplingParams, Sequence, Step
+from edgelm.engine.speculation.confidence import Confidence, Draft
 from edgelm.engine.speculation.model_drafter import ModelDrafter
 from edgelm.engine.speculation.throttle import ChainDrafter
 from tests.engine.fake import FakeExecutor, FakePendingSamples, Fault, PagedMemory, SimpleDrafter, SlotMemory, info
@@ -140,6 +141,32 @@ def test_a_draft_model_as_slow_as_the_target_is_rarely_run() -> None:
     before = executor.num_steps
     run(loop_with(drafter), executor, requests=1)
     assert executor.num_steps - before < 15
+
+
+@pytest.mark.parametrize(("row_cost", "step_cost"), [(0.03, 0.25), (0.35, 0.25), (0.6, 0.15)])
+def test_confidence_that_an_odd_request_spoilt_comes_back(row_cost: float, step_cost: float) -> None:
+    """Only verified drafts teach: where none is expected to pay, one is verified now and then."""
+    confidence = Confidence()
+
+    def answer(num_tokens: int, right: bool) -> int:
+        """Return the draft tokens of an answer in which each draft is right, or none is."""
+        draft, length, drafted = Draft(0), 0, 0
+        while length < num_tokens:
+            tokens: list[int] = []
+            if confidence.may_pay(draft, length, row_cost, step_cost):
+                is_due, draft.last_try = confidence.is_due(draft, length), length
+                tokens = confidence.propose(draft, lambda: (7, 0.95), [row_cost] * 8, step_cost, is_due)
+            if tokens:
+                confidence.observe(draft, len(tokens), len(tokens) if right else 0)
+                drafted += len(tokens)
+            length += 1 + len(tokens) * right
+        return drafted
+
+    assert answer(400, right=True) > 300
+    answer(400, right=False)
+    assert answer(400, right=False) < 5, "retries of drafts that are always wrong get rare"
+    assert sum(answer(400, right=True) for _ in range(10)) > 2_000
+    assert answer(400, right=True) > 300
 
 
 def test_a_missed_draft_costs_nothing_where_none_would_be_made() -> None:
