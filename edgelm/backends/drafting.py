@@ -19,6 +19,7 @@ from edgelm.checkpoints.files import file_identity, shown
 from edgelm.engine.clock import Measured, StepClock, StepCosts
 from edgelm.engine.core import Drafter, Executor
 from edgelm.engine.speculation.acceptance import Acceptance
+from edgelm.engine.speculation.model_drafter import ModelDrafter
 from edgelm.engine.speculation.ngram_drafter import NgramDrafter
 from edgelm.engine.speculation.past_answers import AnswersFile, PastAnswers, path_for
 from edgelm.engine.speculation.throttle import ChainDrafter, ThrottledDrafter
@@ -58,10 +59,10 @@ def throttled(drafters: Mapping[str, Drafter], clock: StepClock, settings: Setti
     with a trial: unlike texts, they know nothing of whether they will be right. `heads_proof` keeps that they gained.
     """
     proofs = {} if settings.draft == "mtp" else {"mtp": heads_proof}
-    throttles = [
-        ThrottledDrafter(drafter, clock, settings.max_draft, name, proofs.get(name))
-        for name, drafter in drafters.items()
-    ]
+    throttles = []
+    for name, drafter in drafters.items():
+        reading = {"read_s": drafter.read_s} if isinstance(drafter, ModelDrafter) else {}
+        throttles.append(ThrottledDrafter(drafter, clock, settings.max_draft, name, proofs.get(name), **reading))
     return throttles[0] if len(throttles) == 1 else ChainDrafter(throttles)
 
 

@@ -27,10 +27,11 @@ from edgelm.base.workers.messages import EngineJob
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.summary import model_facts
 from edgelm.engine.clock import DecodeStep, Measured, StepClock, StepCosts
-from edgelm.engine.core import Sequence, Stats
-from edgelm.engine.speculation import mtp_drafter, throttle
+from edgelm.engine.core import CompletedSamples, Masks, Sampled, Sequence, Stats, Step
+from edgelm.engine.speculation import model_drafter, mtp_drafter, throttle
+from edgelm.engine.speculation.model_drafter import ModelDrafter
 from edgelm.engine.watch import StepRecord
-from tests.engine.fake import SimpleDrafter
+from tests.engine.fake import SimpleDrafter, info
 from tests.odd_models import HEAD, KV_HEADS, Odd, write_odd
 from tests.tiny import write_tiny
 
@@ -166,6 +167,47 @@ def test_a_drafter_that_loses_does_not_stop_another(places: Places) -> None:
         seq.tokens.append(1)
     assert drafted.count([0]) == 3
     assert drafted.count([1]) == 20
+
+
+class Follows:
+    """A draft model that is always right: behind each token comes the next number. It reads 500 tokens a second."""
+
+    def __init__(self, now: list[float]) -> None:
+        self.info = info(num_vocab=10_000, context=5_000, capacity=5_000)
+        self.now = now
+        self.last = 0
+
+    def forward(self, step: Step) -> None:
+        self.now[0] += 0.002 * step.num_tokens
+        for chunk in step.chunks:
+            self.last = chunk.tokens[-1]
+
+    def sample(self, step: Step, _: Masks | None) -> CompletedSamples:
+        return CompletedSamples([[Sampled(self.last + 1, -0.05)]])
+
+
+def test_a_long_prompt_that_a_draft_model_reads_stops_no_draft_behind_it(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Booked as a loss, 600 tokens made each request pause before its first draft, and again before all were read."""
+    now = [0.0]
+    for module in (throttle, model_drafter):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    clock = StepClock(StepCosts([Measured(1, 0, 0.15), Measured(11, 0, 0.3)]))
+    small: Any = Follows(now)
+    drafters = {"model": ModelDrafter(small, clock.token_s)}
+    drafter = throttled(drafters, clock, Settings(), places.cache / "proof")
+    seq = Sequence(0, list(range(1, 601)), 600, SamplingParams())
+    drafter.begin(seq)
+    drafted = 0
+    while len(seq.tokens) < 700:
+        draft = drafter.propose(seq, clock.marginal_cost(1, 0, 1, 8))
+        clock.last = DecodeStep(1, 1 + len(draft), 0.15 + 0.015 * len(draft), 0.15)
+        seq.tokens += range(seq.tokens[-1] + 1, seq.tokens[-1] + 2 + len(draft))
+        if draft:
+            drafter.observe(seq, len(draft), len(draft))
+        drafted += len(draft)
+    assert drafted > 60
 
 
 def test_what_one_owner_was_answered_drafts_for_no_other(model: Path, places: Places) -> None:

@@ -52,6 +52,11 @@ class ModelDrafter:
         self._confidence = Confidence()
         self._step_s = 0.0
         self._prefill_s = 0.0  # per token
+        self._read_s = 0.0
+
+    def read_s(self) -> float:
+        """Return the seconds that the texts before drafts have taken so far."""
+        return self._read_s
 
     def begin(self, seq: Sequence) -> None:
         if self._free_slots and not seq.pictures:  # the draft model does not see them
@@ -144,8 +149,10 @@ class ModelDrafter:
             location = self._kv_location(mirror, start + len(chunk))
             self._executor.forward(Step((Chunk(self._seq, start, chunk, 0, location),)))
             mirror.tokens += chunk
+        seconds = time.perf_counter() - start_s
         if end - common >= MIN_PREFILL:
-            self._prefill_s = (time.perf_counter() - start_s) / (end - common)
+            self._prefill_s = seconds / (end - common)
+            self._read_s += seconds
         return end == len(tokens) - 1
 
     def _room(self, mirror: _Mirror) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -73,6 +74,9 @@ class ThrottledDrafter:
 
     `name` is what a request may choose it by, and what those who watch see.
 
+    `read_s` returns the seconds that the drafter has spent on texts before it could draft. Each request pays for its
+    text once, as for its prompt, and no draft loses them.
+
     `proof` is a file that exists once the drafter has gained time with this model on this machine. Until then it is on
     trial, except for requests that choose it: answers earn the time for drafts of one token, so that one that is never
     right costs TRIAL_RATE. Without `proof`, it counts as proved.
@@ -89,8 +93,10 @@ class ThrottledDrafter:
         max_draft: int | None = None,
         name: str = "ngram",
         proof: Path | None = None,
+        read_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._drafter = drafter
+        self._read_s = read_s
         self._name = name
         self._clock = clock
         self._max_draft = max_draft
@@ -122,11 +128,11 @@ class ThrottledDrafter:
             return []
         if self._balance + self._due < -account.max_loss:  # others of this step have drafts
             return []
-        start = time.perf_counter()
+        start = time.perf_counter() - self._read_s()
         draft = self._drafter.propose(seq, marginal_cost[: self._limit(seq)], forced)
         if token_s := self._clock.token_s():
             free = 0.0 if self._on_trial(seq) else FREE_TIME
-            lost = (time.perf_counter() - start) / token_s  # tokens
+            lost = (time.perf_counter() - self._read_s() - start) / token_s  # tokens
             account.due = min(free - lost, 0.0) / self._clock.sequences
             self._due += account.due
         if draft:
