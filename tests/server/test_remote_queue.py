@@ -9,14 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from edgelm.base.errors import BusyError, UsageError
 from edgelm.base.model_tables import ModelTable, parse_tables
 from edgelm.server.api.errors import ApiError
 from edgelm.server.remotes.boxes import FIRST_LIMIT, LEAST_LIMIT, SLOW_S, Box, BoxError
 from edgelm.server.remotes.models import MAX_REQUESTS, MAX_TRIES, RemoteModel, Remotes
+from tests.server.harness import LIMIT_S
 
 HERE = ["http://127.0.0.1:9/v1", "http://127.0.0.1:10/v1"]
+MAX_TURNS = 1000  # of the loop, until every request has ended
+# What happens in one turn of the loop: requests of clients come, and some of those that came are cancelled or answered.
+STEPS = st.one_of(
+    st.tuples(st.just("ask"), st.sampled_from("abc")),
+    st.tuples(st.sampled_from(["cancel", "answer"]), st.integers(0, 9)),
+)
 
 
 def tables_of(**entries: Any) -> tuple[ModelTable, ...]:
@@ -91,6 +100,65 @@ async def test_a_client_that_leaves_the_queue_keeps_no_place() -> None:
     given.cancel()  # in the moment in which it gets its turn
     await asyncio.wait([leaving, given])
     assert (model.num_waiting, model.num_running) == (0, 0)
+
+
+async def test_requests_that_are_cancelled_together_leave_their_server_to_the_next_one() -> None:
+    model = model_at(HERE[0])
+    (box,) = model.boxes
+    box.limit = 1.0
+
+    async def use() -> None:
+        async with model.turn("program", ()):
+            await asyncio.Event().wait()
+
+    running, waiting = asyncio.create_task(use()), asyncio.create_task(use())
+    await settled()
+    running.cancel()
+    waiting.cancel()
+    ends = await asyncio.gather(running, waiting, return_exceptions=True)
+    assert [type(end) for end in ends] == [asyncio.CancelledError] * 2
+    assert (model.num_waiting, box.num_open) == (0, 0)
+    async with asyncio.timeout(LIMIT_S), model.turn("another", ()) as given:
+        assert given is box
+
+
+@given(servers=st.integers(1, 2), moments=st.lists(st.lists(STEPS, max_size=8), max_size=8))
+def test_no_request_starves_and_no_server_stays_taken(servers: int, moments: list[list[tuple[str, Any]]]) -> None:
+    async def main() -> None:
+        model = model_at(*HERE[:servers])
+        for box in model.boxes:
+            box.limit = 1.0
+        requests: list[asyncio.Task[None]] = []
+        answers: list[asyncio.Event] = []
+        cancelled = set[asyncio.Task[None]]()
+
+        async def use(client: str, answer: asyncio.Event) -> None:
+            async with model.turn(client, ()) as box:
+                assert box.num_open == 1
+                await answer.wait()
+
+        for moment in moments:
+            for step, of in moment:
+                if step == "ask":
+                    answers.append(asyncio.Event())
+                    requests.append(asyncio.create_task(use(of, answers[-1])))
+                elif requests and step == "cancel":
+                    request = requests[of % len(requests)]
+                    if request.cancel():
+                        cancelled.add(request)
+                elif requests:
+                    answers[of % len(requests)].set()
+            await asyncio.sleep(0)
+        for answer in answers:
+            answer.set()
+        for _ in range(MAX_TURNS):
+            await asyncio.sleep(0)
+        assert [request for request in requests if not request.done()] == [], "these starve"
+        assert {request for request in requests if request.cancelled()} == cancelled
+        assert [request.exception() for request in requests if not request.cancelled() and request.exception()] == []
+        assert (model.num_waiting, model.num_running) == (0, 0)
+
+    asyncio.run(main())
 
 
 def test_a_client_has_at_most_half_of_the_places() -> None:

@@ -169,9 +169,10 @@ class RemoteModel:
         is_moving = True
         while is_moving:
             is_moving = False
-            for client in list(self._waiting):
-                waiting = self._waiting[client][0]
-                if (box := self._least_busy(waiting.tried)) is None:
+            for client, requests in list(self._waiting.items()):
+                # A cancelled request stays in the queue until the next turn of the loop.
+                waiting = next((request for request in requests if not request.turn.done()), None)
+                if waiting is None or (box := self._least_busy(waiting.tried)) is None:
                     continue
                 box.num_open += 1
                 box.used_at = asyncio.get_running_loop().time()
