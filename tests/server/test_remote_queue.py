@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from edgelm.base.errors import BusyError, UsageError
 from edgelm.base.model_tables import ModelTable, parse_tables
 from edgelm.server.api.errors import ApiError
-from edgelm.server.remotes.boxes import FIRST_LIMIT, LEAST_LIMIT, SLOW_S, Box, BoxError
+from edgelm.server.remotes import models as remote_models
+from edgelm.server.remotes.boxes import FIRST_LIMIT, LEAST_LIMIT, MAX_LIST_BYTES, SLOW_S, Box, BoxError
 from edgelm.server.remotes.models import MAX_REQUESTS, MAX_TRIES, RemoteModel, Remotes
+from tests.server.fake_remote import remote_server
 from tests.server.harness import LIMIT_S
 
 HERE = ["http://127.0.0.1:9/v1", "http://127.0.0.1:10/v1"]
@@ -219,6 +221,42 @@ async def test_slow_first_tokens_lower_the_limit_but_not_to_one() -> None:
     for turn in range(60):
         box.answered(asyncio.get_running_loop().time() + 1000 + turn, 10 * SLOW_S, 100)
     assert box.limit == LEAST_LIMIT
+
+
+async def test_a_list_of_models_without_end_is_a_failed_check() -> None:
+    with remote_server({"big models": lambda asked: asked.say(200, b" " * (MAX_LIST_BYTES + 1))}) as (address, _):
+        (box,) = model_at(f"{address}/big/v1").boxes
+        await box.check()
+        assert "does not list its models" in box.problem
+        await box.close()
+
+
+async def test_a_check_that_fails_by_a_bug_is_logged_and_ends_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(remote_models, "CHECK_S", 0.0)
+    monkeypatch.setattr(remote_models, "TICK_S", 0.0)
+    remotes = Remotes(tables_of(endpoint=HERE))
+    first, second = remotes.models[0].boxes
+    num_checks = 0
+    enough = asyncio.Event()
+
+    async def broken() -> None:
+        raise ZeroDivisionError("of a bug")
+
+    async def counted() -> None:
+        nonlocal num_checks
+        num_checks += 1
+        if num_checks == 3:
+            enough.set()
+
+    monkeypatch.setattr(first, "check", broken)
+    monkeypatch.setattr(second, "check", counted)
+    async with asyncio.timeout(LIMIT_S), remotes:
+        await enough.wait()
+    assert "ZeroDivisionError" in first.problem
+    assert not second.problem
+    assert "of a bug" in caplog.text
 
 
 @pytest.mark.parametrize(

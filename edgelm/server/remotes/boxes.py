@@ -163,7 +163,7 @@ class Box:
             self.failed("down", self._says(f"does not answer within {CHECK_LIMIT_S:.0f} s"))
         except BoxError as error:
             self.failed("down", str(error))
-        except (ValueError, RecursionError, httpx2.HTTPError):
+        except (ValueError, RecursionError, httpx2.HTTPError, _TooLargeError):
             self.failed("down", self._says("does not list its models as OpenAI does"))
         else:
             self.is_well()

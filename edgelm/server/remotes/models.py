@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import ssl
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Sequence
@@ -36,6 +37,8 @@ OWN_HEADERS = frozenset(
     {"host", "connection", "content-length", "content-type", "transfer-encoding", "accept-encoding"}
 )
 LATEST = ":latest"  # Ollama's tag of a name without one
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -241,7 +244,11 @@ class Remotes:
                 for box in model.boxes
                 if box not in checked or (box.is_due if box.problem else now() - checked[box] >= CHECK_S)
             ]
-            await asyncio.gather(*(box.check() for box in due))
+            ends = await asyncio.gather(*(box.check() for box in due), return_exceptions=True)
+            for box, bug in zip(due, ends, strict=True):  # the other servers are still checked
+                if isinstance(bug, Exception):
+                    log.error("the check of %s failed", box.name, exc_info=bug)
+                    box.failed("down", f"the check of {box.name} failed: {type(bug).__name__}")
             checked |= dict.fromkeys(due, now())
             await asyncio.sleep(TICK_S)
 
