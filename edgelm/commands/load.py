@@ -118,8 +118,10 @@ def _has(front: FrontRecord, name: str, called: str) -> bool:
 
 
 def _loaded(front: FrontRecord) -> list[dict[str, Any]]:
+    """Return the models that a server has in memory, or loads: none that other servers run."""
     gone = ("stopping", "failed")
-    return [model for model in get_state(front)["models"] if model["state"] not in gone]
+    models = get_state(front)["models"]
+    return [model for model in models if model["state"] not in gone and model["engine"] != "remote"]
 
 
 @contextmanager

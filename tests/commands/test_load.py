@@ -26,16 +26,22 @@ LIMIT_S = 60.0
 
 
 class FakeFront:
-    """A server that has models loaded, and refuses to unload others. `are_gone`: it finds no file of any model."""
+    """A server that has models loaded, and refuses to unload others. `are_gone`: it finds no file of any model.
 
-    def __init__(self, loaded: list[str], *, are_gone: bool = False) -> None:
+    Other servers run the models of `remote`.
+    """
+
+    def __init__(self, loaded: list[str], *, are_gone: bool = False, remote: tuple[str, ...] = ()) -> None:
         self.loaded = loaded
+        self.remote = remote
         self.are_gone = are_gone
         self.unloaded: list[str] = []  # as the clients named them
 
     def asked(self, method: str, path: str, name: str) -> tuple[int, dict[str, Any]]:
         if path == "/edgelm/ps":
-            models = [{"model": loaded, "state": "ready", "path": f"/models/{loaded}.gguf"} for loaded in self.loaded]
+            own = {"state": "ready", "engine": "llama"}
+            models = [own | {"model": loaded, "path": f"/models/{loaded}.gguf"} for loaded in self.loaded]
+            models += [{"model": name, "state": "ready", "engine": "remote", "path": None} for name in self.remote]
             return 200, {"models": models}
         if method == "GET" and self.are_gone:
             return 404, {"error": {"message": "the file is gone"}}
@@ -93,6 +99,17 @@ def test_the_server_that_has_the_model_unloads_it(
         assert capsys.readouterr().out == "b is unloaded\na is unloaded\n"
         unload_models(every=True)
         assert capsys.readouterr().out == "no model is loaded\n"
+
+
+def test_a_model_that_another_server_runs_is_not_unloaded_with_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind in ("CONFIG", "RUNTIME"):
+        monkeypatch.setenv(f"EDGELM_{kind}_DIR", str(tmp_path))
+    with FakeFront(["a"], remote=("big",)).serve(tmp_path):
+        unload_models(every=True)
+        unload_models(every=True)
+    assert capsys.readouterr().out == "a is unloaded\nno model is loaded\n"
 
 
 @pytest.mark.parametrize("name", ["m", "M", "m:latest", "/models/m.gguf", "mine", "Mine:latest"])
