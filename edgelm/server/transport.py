@@ -23,6 +23,7 @@ HELD_BYTES = 64 * 2**10  # received and not read; then the server waits
 EMPTY_BYTES = 128 * 2**10  # received in a row without a byte of a body: no head is longer
 NEXT_ADDRESS_S = 0.25  # before the next address of a name is tried too
 FULL_S = 0.01  # between two tries to connect where others wait for the same engine
+KEPT = "edgelm.kept"  # extension of a request: whether its connection had waited for it
 NO_TEXT = re.compile(rb"[\0\r\n]")  # what would end a line of the head
 
 Server = tuple[str, str, int | None]  # scheme, host, port
@@ -47,7 +48,9 @@ class Transport(httpx2.AsyncBaseTransport):
         limits = request.extensions.get("timeout", {})
         host = request.url.raw_host.decode("ascii")  # as httpx2 reads a name; asyncio reads ß as ss
         server = request.url.scheme, host, request.url.port
-        connection = self._take(server) or await self._connect(server, limits.get("connect"))
+        kept = self._take(server)
+        request.extensions[KEPT] = kept is not None
+        connection = kept or await self._connect(server, limits.get("connect"))
         try:
             await connection.send(request, limits.get("write"))
             status, headers = await connection.head(limits.get("read"))

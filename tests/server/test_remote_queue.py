@@ -18,7 +18,7 @@ from edgelm.server.api.errors import ApiError
 from edgelm.server.remotes import models as remote_models
 from edgelm.server.remotes.boxes import FIRST_LIMIT, LEAST_LIMIT, MAX_LIST_BYTES, SLOW_S, Box, BoxError
 from edgelm.server.remotes.models import MAX_REQUESTS, MAX_TRIES, RemoteModel, Remotes
-from tests.server.fake_remote import remote_server
+from tests.server.fake_remote import Asked, remote_server
 from tests.server.harness import LIMIT_S
 
 HERE = ["http://127.0.0.1:9/v1", "http://127.0.0.1:10/v1"]
@@ -221,6 +221,29 @@ async def test_slow_first_tokens_lower_the_limit_but_not_to_one() -> None:
     for turn in range(60):
         box.answered(asyncio.get_running_loop().time() + 1000 + turn, 10 * SLOW_S, 100)
     assert box.limit == LEAST_LIMIT
+
+
+@pytest.mark.parametrize(("breaks", "num_sent"), [((1,), 1), ((2,), 3), ((2, 3), 3)])
+async def test_a_request_is_repeated_once_where_its_connection_was_kept(breaks: tuple[int, ...], num_sent: int) -> None:
+    """`breaks` are the requests, of those that the server gets, at which it closes the connection."""
+
+    def answer(asked: Asked) -> None:
+        if len(asked.seen) in breaks:
+            asked.close_connection = True
+        else:
+            asked.say(200, {})
+
+    with remote_server({"box": answer}) as (address, seen):
+        (box,) = model_at(f"{address}/box/v1").boxes
+        ends: list[bytes | str] = []
+        for _ in range(1 if 1 in breaks else 2):
+            try:
+                ends.append(await box.document("/chat/completions", {}, 0))
+            except BoxError as error:
+                ends.append(error.error.code)
+        await box.close()
+    assert ends[-1] == (b"{}" if breaks == (2,) else "remote_unreachable")
+    assert len(seen) == num_sent
 
 
 async def test_a_list_of_models_without_end_is_a_failed_check() -> None:

@@ -23,7 +23,7 @@ from edgelm.client.failures import detail_of
 from edgelm.client.json_values import mapping, whole
 from edgelm.server.api.errors import NO_RETRY, RETRY_AFTER, ApiError
 from edgelm.server.remotes.wire import NO_OBJECT, OPTIONAL
-from edgelm.server.transport import Transport
+from edgelm.server.transport import KEPT, Transport
 
 FIRST_LIMIT, MAX_LIMIT = 16.0, 256.0  # requests at a time
 LEAST_LIMIT = 4.0  # that slow first tokens lead to; refusals lead to 1
@@ -264,7 +264,10 @@ class Box:
         return BoxError("failed", ApiError(502, "remote_failed", message))
 
     async def _send(self, method: str, path: str, data: bytes) -> httpx2.Response:
-        """Return an answer whose body is not read yet. A connection that was kept too long is made again, once."""
+        """Return an answer whose body is not read yet. Raises BoxError.
+
+        A request whose connection was kept and breaks is sent again, once. No other is: it may have crashed the server.
+        """
         headers = {"content-type": "application/json"} if data else {}
         limit_s = self._table.connect_timeout_s + self._table.timeout_s
         for is_last in (False, True):
@@ -273,7 +276,7 @@ class Box:
                 async with asyncio.timeout(limit_s):  # interim answers (103) may come without end
                     return await self._http.send(request, stream=True)
             except STALE:
-                if is_last:
+                if is_last or not request.extensions.get(KEPT):
                     raise self._down("closes the connection without an answer") from None
             except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
                 reason = one_line(str(error)) or "no connection"
