@@ -81,6 +81,7 @@ class FakeProcess:
         self.change: Change | None = None  # of the model's file
         self.looked = asyncio.Event()  # at the model's file
         self.looked.set()
+        self.closing = asyncio.Event()  # it was asked to end
         self.may_close = asyncio.Event()
         self.may_close.set()
         self._readiness: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -102,6 +103,7 @@ class FakeProcess:
         return await asyncio.shield(self.end)
 
     async def close(self) -> None:
+        self.closing.set()
         await self.may_close.wait()
         self.closed = True
         self.die("closed")

@@ -264,6 +264,43 @@ async def test_closing_ends_all_and_lets_nobody_wait(table: EngineTable, launche
             pass
 
 
+@pytest.mark.parametrize("how", ["dies", "GPU"])
+async def test_unloading_waits_for_a_process_that_ends_by_itself(
+    table: EngineTable, launches: Launches, how: str
+) -> None:
+    """Its memory is not free before it is gone, and its socket is removed."""
+    async with table.lease(MODEL) as slot:
+        process = await launches.number(1)
+        if how == "dies":
+            process.load()
+            await slot.ready(LONG_S)
+            process.progress = 1.0
+        process.may_close.clear()
+        if how == "dies":
+            process.die()
+        else:
+            process.fail(GpuLoadError("the memory of the GPU is used up", "lower --ctx"))
+        async with asyncio.timeout(LONG_S):
+            await process.closing.wait()
+        progress = slot.progress
+    unloading = asyncio.create_task(table.unload(slot))
+    await until(lambda: slot.state == "stopping")
+    for _ in range(100):
+        await asyncio.sleep(0)
+    is_unloaded, has_memory = unloading.done(), slot.admitted
+    table.kill()
+    is_killed = process.killed
+    process.may_close.set()
+    await unloading
+    assert progress is None, "the next one has not begun"
+    assert not is_unloaded
+    assert has_memory
+    assert is_killed
+    assert process.closed
+    assert not slot.admitted
+    assert len(launches.processes) == 1
+
+
 async def test_a_bug_in_starting_wakes_who_waits() -> None:
     async def launch(_: LocalModel, __: Footprint | None) -> FakeProcess:
         raise ZeroDivisionError

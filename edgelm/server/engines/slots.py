@@ -132,7 +132,9 @@ class EngineSlot:
     def progress(self) -> float | None:
         if self.state == "ready":
             return 1.0
-        return self.process.progress if self.process is not None and self.state == "starting" else None
+        if self.state != "starting" or self.process is None or self.process.exited:
+            return None
+        return self.process.progress
 
     @contextlib.contextmanager
     def lease(self, keep_alive_s: float | None = None) -> Iterator[None]:
@@ -250,12 +252,13 @@ class EngineSlot:
         return self.process if self.state == "ready" else None
 
     def _begin(self) -> None:
+        self.process = None
         self._to_starting()
         self._life = asyncio.create_task(self._live())
         self._life.add_done_callback(self._on_end)
 
     def _to_starting(self) -> None:
-        self.state, self.process, self.footprint, self.blocker = "starting", None, None, ""
+        self.state, self.footprint, self.blocker = "starting", None, ""
         self.silent_s = 0.0
         self._began = self.now()
         self._settled.clear()
@@ -287,8 +290,7 @@ class EngineSlot:
             finally:
                 watching.cancel()
             self._to_starting()
-            await process.close()
-            self._free()
+            await self._end_process()
             if process is self._outdated:
                 continue
             self.error = ended
@@ -310,11 +312,15 @@ class EngineSlot:
 
     async def _give_up(self, error: GpuLoadError) -> None:
         """End an engine that could not load the model on the GPU, before another is started."""
-        process = self.process
-        self._to_starting()
         self.error = error
-        if process is not None:
-            await process.close()
+        await self._end_process()
+        self._to_starting()
+
+    async def _end_process(self) -> None:
+        """Wait until a process that failed is gone. It is the slot's until then: `stop` waits for it too."""
+        if self.process is not None:
+            await self.process.close()
+            self.process = None
         self._free()
 
     def _on_end(self, life: asyncio.Task[None]) -> None:
