@@ -33,12 +33,14 @@ _RATIO_WEIGHT = 0.1
 _NEWS_WEIGHT = 0.5  # of a step with a number of rows that was long not seen
 _SHORTEST_S = 1e-6  # shorter times are below the resolution of the clock
 _OUTLIER = 4.0  # a step this many times longer or shorter than expected tells of the machine, not of rows
+_CALM_STEPS = 16  # behind an outlier, until the scale is back: what those steps miss is not their rows'
+_MAX_RATIO = 16.0  # so that a machine that is never calm moves ratios and scale only so far
 
 TRIAL_AFTER = 256  # steps without drafts: what rows cost may have been learnt while the machine was busy
-MAX_TRIAL_AFTER = 2**14  # each trial that takes as long as was expected doubles the time to the next one
+MAX_TRIAL_AFTER = 2**12  # each trial that takes as long as was expected doubles the time to the next one
 TRIAL_NEWS = 0.8  # of the expected time: a trial that took less was news
 TRIAL_LEN = 4  # rows
-TRIAL_COST = 0.25  # steps, of each of them: where they cost a step each, a trial loses 1 % of 256 tokens
+TRIAL_COST = 0.25  # steps, of each of them
 
 
 class Measured(NamedTuple):
@@ -68,6 +70,7 @@ class StepCosts:
         self._observed = 0  # steps
         self._seen: dict[int, int] = {}  # number of the last step, by rows
         self._last_rows = 0
+        self._calm = _CALM_STEPS  # steps since the last outlier
         by_rows: dict[int, list[Measured]] = {}
         for point in points:
             by_rows.setdefault(point.rows, []).append(point)
@@ -96,8 +99,10 @@ class StepCosts:
             self._base[rows] = max(seconds / self._scale - self._slope_of(rows) * depth, seconds / self._scale / 2)
             return
         error = min(max(seconds / self.time(rows, depth), 1 / _OUTLIER), _OUTLIER)
-        if is_change and (is_news or 1 / _OUTLIER < error < _OUTLIER):
-            self._ratio[rows] = self._ratio.get(rows, 1.0) * error ** (_NEWS_WEIGHT if is_news else _RATIO_WEIGHT)
+        self._calm = self._calm + 1 if 1 / _OUTLIER < error < _OUTLIER else 0
+        if is_change and (is_news or self._calm > _CALM_STEPS):
+            ratio = self._ratio.get(rows, 1.0) * error ** (_NEWS_WEIGHT if is_news else _RATIO_WEIGHT)
+            self._ratio[rows] = min(max(ratio, 1 / _MAX_RATIO), _MAX_RATIO)
         self._scale *= error**_SCALE_WEIGHT
 
     def time(self, rows: int, depth: int) -> float:
@@ -162,7 +167,7 @@ class StepClock:
         self._costs = costs or StepCosts()
         self._prefill_s: float | None = None  # for one token, at the present depth
         self._curves: dict[tuple[int, int, int], list[float]] = {}  # recent ones: pricing 64 rows takes 100 us
-        self._observed = 0  # steps
+        self.num_steps = 0
         self._depth = 0
         self._plain: dict[int, _PlainSteps] = {}  # by the number of sequences
         self._gaps: deque[float] = deque(maxlen=_GAPS)
@@ -177,14 +182,19 @@ class StepClock:
         """Learn from a step; `seconds` include `unread_prefill` prefill tokens of earlier steps."""
         rows, prefill = step.num_rows, step.num_tokens - step.num_rows + unread_prefill
         self.last, self.plain_due = None, False
-        self._observed += 1
-        if self._observed % _CURVE_STEPS == 0 or self._observed < _CURVE_STEPS:
+        self.num_steps += 1
+        if self.num_steps % _CURVE_STEPS == 0 or self.num_steps < _CURVE_STEPS:
             self._curves.clear()
         if step.num_tokens == 0:
             return
+        undrafted = self._undrafted
+        self._undrafted = undrafted + 1 if rows == len(step.chunks) else 0
         depth = self._depth = sum(chunk.start for chunk in step.chunks)
         self.sequences = max(sum(chunk.rows > 0 for chunk in step.chunks), 1)
         if prefill <= 0:
+            if undrafted >= self._trial_after and not self._undrafted:
+                confirms = seconds > TRIAL_NEWS * self._costs.time(rows, depth)
+                self._trial_after = min(2 * self._trial_after, MAX_TRIAL_AFTER) if confirms else TRIAL_AFTER
             self._compare(len(step.chunks), rows, depth, seconds)
             self._costs.observe(rows, depth, seconds)
         elif prefill >= _MIN_MEASURED:
@@ -194,30 +204,26 @@ class StepClock:
     def _compare(self, sequences: int, rows: int, depth: int, seconds: float) -> None:
         """Compare a decode step with recent plain steps, by measured times alone: the cost surface may be wrong."""
         plain = self._plain.setdefault(sequences, _PlainSteps())
-        fresh = plain.count and self._observed - plain.last <= FRESH
+        fresh = plain.count and self.num_steps - plain.last <= FRESH
         now = self._costs.time(sequences, depth)
         times = [took * now / self._costs.time(sequences, then) for took, then in plain.recent] if fresh else [0.0]
         self.last = DecodeStep(sequences, rows, seconds, statistics.median(times))
         if rows == sequences:
             plain.recent.append((seconds, depth))
-            plain.count, plain.last, plain.drafted = plain.count + 1, self._observed, 0
-            self._undrafted += 1
+            plain.count, plain.last, plain.drafted = plain.count + 1, self.num_steps, 0
         else:
             plain.drafted += 1
-            confirms = self._undrafted >= self._trial_after and seconds > TRIAL_NEWS * self._costs.time(rows, depth)
-            self._trial_after = min(2 * self._trial_after, MAX_TRIAL_AFTER) if confirms else TRIAL_AFTER
-            self._undrafted = 0
         self.plain_due = plain.drafted >= min(FIRST_PLAIN * plain.count, PLAIN_EVERY)
 
     def observe_gap(self, seconds: float) -> None:
         """Learn how long the device was idle between two steps."""
         self._gaps.append(seconds)
-        self._gap_at = self._observed
+        self._gap_at = self.num_steps
 
     def gap(self, rows: int, depth: int) -> float:
         """Return how long the device waits for the host, in steps of `rows` rows; 0: not known."""
         step_s = self._costs.time(rows, depth)
-        if not step_s or not self._gaps or self._observed - self._gap_at > GAP_EVERY:
+        if not step_s or not self._gaps or self.num_steps - self._gap_at > GAP_EVERY:
             return 0.0
         return statistics.median(self._gaps) / step_s
 

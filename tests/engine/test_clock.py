@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 from hypothesis import given
@@ -226,6 +227,29 @@ def test_steps_that_stall_now_and_then_do_not_raise_the_price_of_rows(row_cost: 
     assert price_of_a_draft(clock) == pytest.approx(row_cost, rel=0.1)
 
 
+@pytest.mark.parametrize("stalls", [0.01, 0.05])
+def test_stalls_between_steps_of_several_row_counts_do_not_raise_the_price_of_the_others(stalls: float) -> None:
+    """While the scale came back from a stall, ratios gave part of it back: 1 % of stalls made others 650 times dear."""
+    rng = random.Random(1)
+    clock = StepClock(StepCosts(Measured(rows, 0, seconds_of(rows, 0.35)) for rows in ROWS))
+    for _ in range(20_000):
+        rows = rng.choice((1, 5))
+        stalled = 6.0 if rng.random() < stalls else 1.0
+        clock.observe(step(0, rows, 1), stalled * seconds_of(rows, 0.35) * rng.uniform(0.95, 1.05))
+    costs = clock.marginal_cost(1, 0, 1, 8)
+    assert costs[0] == pytest.approx(0.35, rel=0.7), "two rows are never run"
+    assert sum(costs[:4]) == pytest.approx(4 * 0.35, rel=0.3)
+
+
+def test_a_machine_that_is_never_calm_keeps_finite_times() -> None:
+    rng = random.Random(1)
+    costs = StepCosts(SURFACE)
+    for _ in range(100_000):
+        rows = rng.choice((1, 4))
+        costs.observe(rows, 0, (0.01 if rows == 1 else 0.016) * (6.0 if rng.random() < 0.3 else 1.0))
+    assert all(0.001 < costs.time(rows, 0) < 10 for rows in (1, 2, 4, 8))
+
+
 def test_a_machine_that_always_stalls_keeps_a_price() -> None:
     """The scale and the ratio of one row count drifted apart without end: OverflowError after 69,000 steps."""
     costs = StepCosts(SURFACE)
@@ -267,6 +291,27 @@ def test_trials_of_rows_that_are_dear_get_rare() -> None:
     gaps = [b - a for a, b in itertools.pairwise(trials)]
     assert gaps == [1 + TRIAL_AFTER * 2**n for n in range(1, 1 + len(gaps))]
     assert len(gaps) == 4
+
+
+def test_tokens_that_a_grammar_forces_bring_no_trials() -> None:
+    clock = StepClock(StepCosts(Measured(rows, 0, seconds_of(rows, 1.0)) for rows in ROWS))
+    trials = 0
+    for number in range(60 * 300):
+        forced = number % 300 < 4  # an answer of JSON begins with them
+        trial = not forced and price_of_a_draft(clock) < 0.9
+        trials += trial
+        rows = 5 if forced or trial else 1
+        clock.observe(step(0, rows, 1), seconds_of(rows, 1.0))
+    assert trials <= 6
+
+
+def test_a_trial_beside_a_prompt_ends_it() -> None:
+    clock = StepClock(StepCosts(Measured(rows, 0, seconds_of(rows, 1.0)) for rows in ROWS))
+    for _ in range(TRIAL_AFTER):
+        clock.observe(step(0, 1), 0.01)
+    assert price_of_a_draft(clock) < 0.9
+    clock.observe(step(100, 5, 1), 0.2)
+    assert price_of_a_draft(clock) > 0.9
 
 
 points = st.builds(Measured, st.integers(1, 64), st.integers(0, 10_000), st.floats(1e-5, 1.0))
