@@ -159,9 +159,10 @@ class _Slots:
         self.depth = 0  # cells that a row reads
 
     def fill(self, depth: int) -> None:
-        """Fill slot 0 with about `depth` cells."""
+        """Fill slot 0 with about `depth` cells, and wait until a device has done it."""
         if not self._can_trim:  # the sequence grows by the rows that are measured
             self._restart()
+            self.step(1)
             return
         if self.depth and (depth > SHALLOW_LEN) == (self.depth > SHALLOW_LEN):
             return
@@ -178,6 +179,7 @@ class _Slots:
                 self.clear()
                 raise
             self.depth += copies * length
+        self.step(1)
 
     def step(self, rows: int) -> None:
         if not self._can_trim and self._seq_len + rows > self._executor.info.context:

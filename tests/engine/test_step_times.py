@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.model import LlamaModel
 from edgelm.backends.snapshots import SnapshotStore
 from edgelm.engine import step_times
-from edgelm.engine.core import Chunk, CompletedSamples, ExecutorInfo, SamplingParams, Sequence, Step
+from edgelm.engine.core import Chunk, CompletedSamples, Copy, ExecutorInfo, SamplingParams, Sequence, Step
 from edgelm.engine.step_times import DEEP_ROWS, DEPTH, MORE_ROWS, ROWS, StepTimes, measure_steps
 from tests.tiny import write_tiny
 
@@ -179,6 +180,30 @@ def test_what_is_busy_for_a_moment_slows_no_point(monkeypatch: pytest.MonkeyPatc
 
     points = measure_steps(Busy(8), [(rows, 8) for rows in ROWS], 60)  # type: ignore[arg-type]
     assert points == [(rows, 8, pytest.approx(0.01 * rows)) for rows in ROWS]
+
+
+@pytest.mark.parametrize("can_trim", [True, False])
+def test_the_time_of_filling_a_cache_is_in_no_step(monkeypatch: pytest.MonkeyPatch, can_trim: bool) -> None:
+    """A device computes after the call has returned: the step behind a fill waited for both."""
+    now, queued = [0.0], [0.0]
+    monkeypatch.setattr(step_times, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    class Queue(RecordingBlocks):
+        def forward(self, step: Step) -> None:
+            copies = sum(isinstance(op, Copy) for op in step.ops)
+            queued[0] += 0.01 * sum(len(chunk.tokens) for chunk in step.chunks) + copies
+
+        def sample(self, step: Step, _: None) -> CompletedSamples:
+            now[0], queued[0] = now[0] + queued[0], 0.0
+            return super().sample(step, _)
+
+    executor = Queue(2)
+    executor.info = replace(executor.info, block_len=None, can_trim=can_trim, can_copy=can_trim)
+    points = [(1, 8), (4, 8), (2, 1024), (8, 8)] if can_trim else [(1, 8), (4, 8), (8, 8)]
+    measured = measure_steps(executor, points, 10_000)  # type: ignore[arg-type]
+    for rows, _, seconds in measured:
+        assert seconds == pytest.approx(0.01 * rows)
+    assert len(measured) == len(points)
 
 
 @pytest.mark.parametrize(("max_sequences", "largest"), [(1, 16), (2, 32), (8, 64)])
