@@ -203,6 +203,7 @@ def test_a_long_prompt_that_a_draft_model_reads_stops_no_draft_behind_it(
     while len(seq.tokens) < 700:
         draft = drafter.propose(seq, clock.marginal_cost(1, 0, 1, 8))
         clock.last = DecodeStep(1, 1 + len(draft), 0.15 + 0.015 * len(draft), 0.15)
+        clock.num_steps += 1
         seq.tokens += range(seq.tokens[-1] + 1, seq.tokens[-1] + 2 + len(draft))
         if draft:
             drafter.observe(seq, len(draft), len(draft))

@@ -22,6 +22,7 @@ MIN_LOSS = 0.25  # each paused request halves the limit of the next one, down to
 MAX_CREDIT = 2.0  # plain steps of gains that count against later losses
 PAUSE = 64  # tokens without drafts; doubled by each further pause of a request
 CUT = 512  # tokens of all requests for which drafts stay short; doubled by each further time
+READ_CREDIT = 16.0  # plain steps for reading prompts, which gains fill again
 FREE_TIME = 0.01  # plain steps: the time that `propose` may take for all sequences of a step
 TRIAL_RATE = 0.005  # share of the time that a drafter without proof may lose
 TRIAL_COST = 0.15  # plain steps that a first draft takes beside its row
@@ -42,6 +43,11 @@ class _Account:
         self.max_loss = max_loss
         self.pause = PAUSE
         self.resume_at = 0  # sequence length at which drafting resumes
+
+    def take_due(self) -> float:
+        """Return what is due, which is nothing from now on."""
+        due, self.due = self.due, 0.0
+        return due
 
     def rest(self, length: int) -> None:
         """Pause drafting behind so many tokens."""
@@ -74,8 +80,8 @@ class ThrottledDrafter:
 
     `name` is what a request may choose it by, and what those who watch see.
 
-    `read_s` returns the seconds that the drafter has spent on texts before it could draft. Each request pays for its
-    text once, as for its prompt, and no draft loses them.
+    `read_s` returns the seconds that the drafter has spent on texts before it could draft. A credit pays for that time
+    as long as drafts gain it back; without one, a long prompt would make a request pause before its first draft.
 
     `proof` is a file that exists once the drafter has gained time with this model on this machine. Until then it is on
     trial, except for requests that choose it: answers earn the time for drafts of one token, so that one that is never
@@ -102,7 +108,9 @@ class ThrottledDrafter:
         self._max_draft = max_draft
         self._accounts: WeakKeyDictionary[Sequence, _Account] = WeakKeyDictionary()
         self._balance = 0.0  # of all requests together
-        self._due = 0.0  # likewise
+        self._due = 0.0  # gain that the drafts of the next step began with
+        self._due_at = 0  # number of the step before it
+        self._read_credit = READ_CREDIT
         self._max_loss = MAX_LOSS  # of the next request
         self._cut_len: int | None = None  # limit of drafts while nothing is accepted
         self._cut_for = CUT  # tokens that the next limit lasts
@@ -123,22 +131,27 @@ class ThrottledDrafter:
                 self._cut_len = None
                 self._cut_for *= 2
         if account.due:  # of a draft that no step verified
-            self._add(seq, self._take_due(account))
+            self._add(seq, account.take_due())
         if len(seq.tokens) < account.resume_at or self._clock.plain_due or not self._may_draft(seq, marginal_cost):
             return []
-        if self._balance + self._due < -account.max_loss:  # others of this step have drafts
+        if self._due_at != self._clock.num_steps:
+            self._due, self._due_at = 0.0, self._clock.num_steps
+        if self._due + max(self._balance, 0.0) < -account.max_loss:  # all wait for the drafts of others in this step
             return []
-        start = time.perf_counter() - self._read_s()
+        start, read_s = time.perf_counter(), self._read_s()
         draft = self._drafter.propose(seq, marginal_cost[: self._limit(seq)], forced)
         if token_s := self._clock.token_s():
             free = 0.0 if self._on_trial(seq) else FREE_TIME
-            lost = (time.perf_counter() - self._read_s() - start) / token_s  # tokens
-            account.due = min(free - lost, 0.0) / self._clock.sequences
-            self._due += account.due
+            lost = (time.perf_counter() - start) / token_s  # tokens
+            due = min(free - lost, 0.0) / self._clock.sequences
+            self._due += due
+            read = min((self._read_s() - read_s) / token_s / self._clock.sequences, self._read_credit, -due)
+            self._read_credit -= read
+            account.due = due + read
         if draft:
             seq.drafted_by = self._name
         elif account.due:
-            self._add(seq, self._take_due(account))
+            self._add(seq, account.take_due())
         return draft
 
     def missed_draft_cost(self, seq: Sequence, marginal_cost: Seq[float]) -> float:
@@ -154,7 +167,7 @@ class ThrottledDrafter:
         self._drafter.observe(seq, drafted, accepted)
         if accepted:
             self._cut_len, self._cut_for, self._accepted = None, CUT, True
-        due = self._take_due(self._accounts[seq])
+        due = self._accounts[seq].take_due()
         step = self._clock.last
         if step is None or step.rows <= step.sequences or not step.plain_s:
             if step and not step.plain_s and 2 * accepted < drafted:
@@ -163,20 +176,14 @@ class ThrottledDrafter:
             return
         share = drafted / (step.rows - step.sequences)
         gain = accepted / step.sequences - share * (step.seconds / step.plain_s - 1)
-        if self._add(seq, gain + due):
+        self._read_credit = min(max(self._read_credit + gain + due, 0.0), READ_CREDIT)
+        if self._add(seq, max(gain, -MAX_LOSS) + due):  # a stalled step is not its draft's fault
             if gain < -MAX_LOSS and not self._accepted:
                 self._cut_len, self._cut_left = max(drafted // 2, 1), self._cut_for
             self._accepted = False
 
-    def _take_due(self, account: _Account) -> float:
-        """Return what is due for a request, which is nothing from now on."""
-        due, account.due = account.due, 0.0
-        self._due -= due
-        return due
-
     def _add(self, seq: Sequence, gain: float) -> bool:
         """Add to the account of a request, or of the trial; tell whether drafting pauses."""
-        gain = max(gain, -MAX_LOSS)  # a stalled step is not its draft's fault
         if self._trial and self._trial.add(gain):
             self._prove(True)
         account = self._accounts[seq]
@@ -238,7 +245,6 @@ class ThrottledDrafter:
     def end(self, seq: Sequence) -> None:
         account = self._accounts.pop(seq, None)
         if account:
-            self._take_due(account)
             self._balance -= account.balance
             paused = account.resume_at > 0
             self._max_loss = max(account.max_loss / 2, MIN_LOSS) if paused else MAX_LOSS

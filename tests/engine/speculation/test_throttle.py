@@ -241,6 +241,59 @@ def test_requests_of_one_step_draft_no_longer_than_all_may_lose(monkeypatch: pyt
     assert sum(map(sum, (run.step(drafted_s=1.1 * PLAIN_S, accepted=0) for _ in range(20)))) == 0
 
 
+def test_what_others_have_lost_refuses_no_request() -> None:
+    """A request that gained ends, and two that lost live on without drafts: nobody is booked, so nobody ever pauses."""
+    run = Run(sequences=3)
+    accounts = [run.drafter._accounts[seq] for seq in run.seqs]
+    for account, balance in zip(accounts, (2.0, -1.6, -1.6), strict=True):
+        account.balance = balance
+    run.drafter._balance = -1.2
+    run.drafter.end(run.seqs.pop(0))
+    assert run.step(drafted_s=PLAIN_S, accepted=4) == [4, 4]
+
+
+def test_a_draft_of_a_request_that_is_set_aside_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, now = Run(sequences=2), [0.0]
+    monkeypatch.setattr(throttle.time, "perf_counter", lambda: now[0])
+
+    def propose(seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
+        now[0] += 2.5 * PLAIN_S
+        return [7] * 4
+
+    monkeypatch.setattr(run.inner, "propose", propose)
+    assert run.drafter.propose(run.seqs[1], [0.1] * 8)
+    run.seqs.pop()  # preempted: no step verifies its draft
+    assert [run.step(drafted_s=1.1 * PLAIN_S, accepted=4) for _ in range(4)] == [[0], [4], [4], [4]]
+
+
+def test_reading_prompts_for_drafts_that_are_never_right_is_paid_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each prompt takes 40 steps to read, a fifth of a second at a time."""
+    run, now, read = Run(), [0.0], [0.0]
+    monkeypatch.setattr(throttle.time, "perf_counter", lambda: now[0])
+    run.drafter = ThrottledDrafter(run.inner, run.clock, read_s=lambda: read[0])
+    run.drafter.begin(run.seqs[0])
+    left = [0]
+
+    def propose(seq: Sequence, marginal_cost: Seq[float], forced: Seq[int] = ()) -> list[int]:
+        if left[0]:
+            left[0] -= 1
+            now[0] += 2 * PLAIN_S
+            read[0] += 2 * PLAIN_S
+            return []
+        return [7] * 4
+
+    monkeypatch.setattr(run.inner, "propose", propose)
+    taken = []
+    for number in range(1, 12):
+        began, left[0] = read[0], 20
+        for _ in range(150):
+            run.step(drafted_s=1.5 * PLAIN_S, accepted=0)
+        taken.append((read[0] - began) / PLAIN_S)
+        next_request(run, number)
+    assert taken[0] >= throttle.READ_CREDIT
+    assert sum(taken[1:]) / 10 < 0.04 * 150
+
+
 RIGHT = {rows: PLAIN_S * (1 + 0.3 * (rows - 1)) for rows in (1, 2, 3, 4, 5, 6, 8, 16)}
 SURFACES = {
     "right": RIGHT,
