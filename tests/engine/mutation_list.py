@@ -525,7 +525,7 @@ MUTATIONS = [
     ),
     *_of(
         "clock",
-        ("a gap holds for ever", " or self._observed - self._gap_at > GAP_EVERY", ""),
+        ("a gap holds for ever", " or self.num_steps - self._gap_at > GAP_EVERY", ""),
         ("one long gap counts", "statistics.median(self._gaps)", "max(self._gaps)"),
     ),
     *_of(
