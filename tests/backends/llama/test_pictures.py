@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from edgelm.base.places import Places
 from edgelm.base.workers.messages import EngineJob
 from edgelm.base.workers.pictures import decode_picture
 from edgelm.engine.clock import Measured, StepClock, StepCosts
+from edgelm.engine.speculation import throttle
 from edgelm.engine.speculation.mtp_drafter import MtpDrafter
 from edgelm.jobs.request import AnswerRequest
 from edgelm.text.message_forms import picture_part
@@ -188,6 +190,8 @@ async def test_a_hybrid_drafts_after_pictures(
 ) -> None:
     """Between pictures, behind the last, and beside others: the answers are those without drafts."""
     monkeypatch.setattr(MtpDrafter, "_step_cost", lambda _: 0.01)  # of a tiny model, the heads are as slow as a step
+    monkeypatch.setattr(throttle, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    monkeypatch.setattr(StepClock, "observe", lambda *_: None)  # nor does a busy machine end its drafts
     path, _ = write_pair(tmp_path, "qwen35")
     words = "the house the house the house"
     questions = [
