@@ -288,13 +288,16 @@ class ChatPane(Vertical):
 
     def begin_edit(self, message: Message) -> None:
         """Put a message into the prompt; sending it makes a new version beside the old one."""
+        self._edit(message, as_typed(message.text), [Item(file.path, file) for file in message.attachments])
+
+    def _edit(self, message: Message, text: str, items: Sequence[Item]) -> None:
         if self.editing is None:
             self._leave_shell()
             self._set_aside = (self.prompt.written, self.files.items)
         self.prompt.sent.end()
         self.editing = message.id
-        self.files.set([Item(file.path, file) for file in message.attachments], message)
-        self.prompt.put(as_typed(message.text))
+        self.files.set(items, message)
+        self.prompt.put(text)
         self.prompt.add_class("-editing")
         self.prompt.border_title = "Edit: Enter sends it as a new branch"
         self.prompt.focus()
@@ -427,8 +430,14 @@ class ChatPane(Vertical):
             self._leave_shell()
             self.prompt.give_back(text)
 
-    def give_back(self, messages: Sequence[Outgoing]) -> None:
-        """Let messages that are not sent be the one that is written: set aside, if another one is edited by now."""
+    def give_back(self, messages: Sequence[Outgoing], session: Session) -> None:
+        """Let messages that are not sent be the one that is written: set aside, if another one is edited by now.
+
+        The new version of a message of `session`, which is on screen, is one again.
+        """
+        edited = [old for message in messages if (old := message.old_version(session)) is not None]
+        if edited and self.editing is None:
+            self._edit(edited[0], "", ())
         for message in messages:
             self.files.give_back(message.files)
         here = [message for message in messages if self.editing in (None, message.edited)]

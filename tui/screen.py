@@ -142,7 +142,7 @@ class ChatScreen(Screen[None]):
         self.view = ScreenView(self, self.workspace, self.pane, self.sidebar, self.status, self.inspector)
         self._outbox = Outbox(
             self._check_and_send,
-            self.pane.give_back,
+            self._give_back,
             self._complain,
             lambda coroutine: self.run_worker(coroutine, group="send"),
         )
@@ -333,13 +333,14 @@ class ChatScreen(Screen[None]):
             session = self.workspace.session
             message = Outgoing(text, self.files.take(), session, session.tree.leaf, pane.editing)
             must_wait = self._outbox.has_messages(session) or self.files.must_check or "://" in text
+            pane.leave_edit(is_sent=True)  # what is typed next is no part of it
             if must_wait or self.workspace.answer is not None:  # or comes back, with those behind it
                 self._outbox.add(message)
                 return
             try:
                 self._send(message)
             except RequestError as error:
-                pane.give_back((message,))
+                self._give_back((message,))
                 self.view.complain(error)
         else:
             pane.prompt.give_back(text)
@@ -425,20 +426,23 @@ class ChatScreen(Screen[None]):
         """
         editing = self.pane.editing
         self.workspace.send(text, editing, roots)
-        self._note_sent(text, editing, self.files.items if editing is not None else ())
+        files = self.files.items if editing is not None else ()
+        self.pane.leave_edit(is_sent=True)
+        self._note_sent(text, files)
+
+    def _give_back(self, messages: Sequence[Outgoing]) -> None:
+        self.pane.give_back(messages, self.workspace.session)
 
     def _send(self, message: Outgoing) -> None:
         """Send a message that may be sent. Raises RequestError."""
         attachments = self.files.attachments_of(message.files)
         self.workspace.send(message.text, message.edited, attachments=attachments)
-        self._note_sent(message.text, message.edited, message.files)
+        self._note_sent(message.text, message.files)
 
-    def _note_sent(self, text: str, editing: int | None, files: Sequence[Item]) -> None:
+    def _note_sent(self, text: str, files: Sequence[Item]) -> None:
         """Show a message that was sent; its files, and those of its old version, leave the bar."""
         pane = self.pane
         self.files.drop(files)
-        if editing is not None and editing == pane.editing:
-            pane.leave_edit(is_sent=True)
         pane.prompt.sent.add(as_typed(text))
         self.view.show_chat()
         self._show_others(self.workspace.session)

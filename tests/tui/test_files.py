@@ -62,6 +62,10 @@ async def has(chat: Driver, *expected: str) -> None:
     await chat.until(lambda: names(chat) == list(expected), f"attached: {expected}, not {names(chat)}")
 
 
+def question_id(chat: Driver) -> int:
+    return chat.session.tree.path()[0].id
+
+
 async def waits(chat: Driver, *texts: str, typed: str = "") -> None:
     """Wait until messages wait to be sent, and what was typed behind them is in the prompt."""
     await chat.until(
@@ -450,12 +454,58 @@ async def test_a_file_behind_an_edited_message_stays(open_chat: Open, folder: Pa
         await chat.until(lambda: chat.prompt.text == "Explain it", "edited")
         await at_once(chat, " @src/not\ttwice\r@src/add\twith")
         await chat.sees("notes.md is read", "src/adder.py 11 tokens")
-        await waits(chat, "Explain it twice", typed="with")
+        await waits(chat, "Explain it twice", typed="Compare with")
         held.set()
         await chat.until(lambda: chat.turns[:1] == [("user", "Explain it twice")], "sent")
         await chat.answered()
         assert last_content(chat) == "src/notes.md:\n```\n# Notes\n```\n\nExplain it twice"
-        assert (chat.prompt.text, names(chat)) == ("Compare \nwith", ["pasted text 1", "src/adder.py"])
+        assert (chat.prompt.text, names(chat)) == ("Compare with", ["pasted text 1", "src/adder.py"])
+
+
+async def test_an_edit_that_waits_leaves_the_prompt_and_comes_back_as_one(
+    open_chat: Open, folder: Path, held: threading.Event
+) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.ask("Explain it")
+        await chat.type("My next")
+        await chat.press("f4")
+        await chat.until(lambda: chat.prompt.text == "Explain it", "edited")
+        await at_once(chat, " @src/not\ttwice\r one")
+        await waits(chat, "Explain it twice", typed="My next one")
+        assert (chat.screen.pane.editing, chat.screen.pane.unsent) == (None, "My next one"), "it is the draft"
+        (folder / "src" / "notes.md").unlink()
+        held.set()
+        await chat.until(lambda: chat.prompt.text == "Explain it twice", "it came back")
+        assert (chat.screen.pane.editing, chat.screen.pane.unsent) == (question_id(chat), "My next one")
+        await chat.press("enter")
+        await chat.until(lambda: chat.turns[:1] == [("user", "Explain it twice")], "a new version")
+        await chat.answered()
+        assert (len(chat.turns), chat.prompt.text) == (2, "My next one")
+        assert len(chat.session.tree.siblings(question_id(chat))) == 2
+
+
+async def test_a_message_is_edited_again_while_its_edit_waits(
+    open_chat: Open, folder: Path, held: threading.Event
+) -> None:
+    async with open_chat() as chat:
+        await chat.ready()
+        await chat.ask("Explain it")
+        await chat.press("f4")
+        await chat.until(lambda: chat.prompt.text == "Explain it", "edited")
+        await at_once(chat, " @src/not\ttwice\r")
+        await waits(chat, "Explain it twice")
+        await chat.press("f4")
+        await chat.until(lambda: chat.prompt.text == "Explain it", "edited again")
+        await chat.type(" thrice")
+        held.set()
+        await chat.until(lambda: chat.turns[:1] == [("user", "Explain it twice")], "the first is sent")
+        await chat.answered()
+        assert (chat.prompt.text, chat.screen.pane.editing is None) == ("Explain it thrice", False)
+        await chat.press("enter")
+        await chat.until(lambda: chat.turns[:1] == [("user", "Explain it thrice")], "a third version")
+        await chat.answered()
+        assert len(chat.session.tree.siblings(question_id(chat))) == 3
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from edgelm.base.errors import RequestError
 from edgelm.chats.attachments import Attachment
+from edgelm.chats.history import Message
 from edgelm.client.session import Session
 
 
@@ -44,6 +45,11 @@ class Outgoing:
         """Return the message that it is sent below."""
         tree = self.session.tree
         return tree.leaf if self.edited is None else tree.messages[self.edited].parent
+
+    def old_version(self, session: Session) -> Message | None:
+        """Return the message of a chat that this is a new version of."""
+        is_here = self.edited is not None and session.chat.id == self.session.chat.id
+        return session.tree.messages.get(self.edited) if is_here else None
 
     def require_place(self, session: Session) -> None:
         """Raise RequestError where `session`, which is on screen, is another chat, or shows another branch."""
