@@ -39,8 +39,12 @@ REFERENCE = "item_reference"  # the front puts stored items in place of these
 CLIENT_TOOLS = ("function", "custom", "namespace")
 MAX_METADATA = (16, 64, 512)  # keys, characters of a key and of a value
 # Input items that no template can show, as are the calls of hosted tools.
-SKIPPED = ("compaction", "compaction_trigger", "configuration_update", "program", "program_output")
+SKIPPED = (
+    *("compaction", "compaction_trigger", "context_compaction", "configuration_update", "program", "program_output"),
+)
 SKIPPED_ENDINGS = ("_call", "_call_output", "_search_output", "_tools", "_request", "_response")
+
+UNREADABLE = "[encrypted by another provider, which alone can read it]"
 
 Name = Annotated[str, StringConstraints(max_length=512)]  # each event that shows the response repeats it
 
@@ -249,13 +253,25 @@ def _messages(items: Sequence[dict[str, Any]], shown_names: Mapping[tuple[str, s
         elif kind in ("function_call_output", "custom_tool_call_output"):
             yield from _finished_turn(turn)
             turn = {}
-            output = _text(item.get("output"), f"{where}.output")
-            yield {"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": output}
+            output = _text(_given(item, "output"), f"{where}.output")
+            yield {"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": output}
+        elif kind == "agent_message":  # of one of Codex's agents to another
+            yield from _finished_turn(turn)
+            turn = {}
+            yield {"role": "user", "content": _agent_message(item, f"{where}.content")}
         elif not isinstance(kind, str):
             raise ApiError(400, "invalid_type", f"{where}.type is missing", param=f"{where}.type")
         elif kind not in SKIPPED and not kind.endswith(SKIPPED_ENDINGS):
             raise ApiError(400, "invalid_value", f"{where}: items of type {kind[:40]!r} are not supported", param=where)
     yield from _finished_turn(turn)
+
+
+def _agent_message(item: dict[str, Any], where: str) -> str | list[dict[str, Any]]:
+    """Return the content of an agent's message, behind a line that says whose it is."""
+    parts = item.get("content")
+    ends = [f"{word} {name}" for word in ("author", "recipient") if isinstance(name := item.get(word), str) and name]
+    heading = f"Message of another agent ({', '.join(ends)}):" if ends else "Message of another agent:"
+    return _text([{"type": "text", "text": heading + "\n"}, *(parts if isinstance(parts, list) else ())], where)
 
 
 def _finished_turn(turn: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -272,7 +288,7 @@ def _extend(
 ) -> None:
     """Add an item of the model to its turn."""
     if kind == "message":
-        turn["content"] = _text(item.get("content"), f"{where}.content")
+        turn["content"] = _text(_given(item, "content"), f"{where}.content")
     elif kind == "reasoning":
         if text := _reasoning(item):
             turn["reasoning_content"] = text
@@ -280,11 +296,13 @@ def _extend(
         name = str(item.get("name", ""))
         name = shown_names.get((str(item.get("namespace") or ""), name), name)
         arguments = item.get("arguments")
+        if isinstance(arguments, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False)
         if kind == "custom_tool_call":
             arguments = json.dumps({CUSTOM_INPUT: item.get("input")}, ensure_ascii=False)
         function = {"name": name, "arguments": arguments if isinstance(arguments, str) else "{}"}
         calls = turn.setdefault("tool_calls", [])
-        calls.append({"id": str(item.get("call_id", "")), "type": "function", "function": function})
+        calls.append({"id": str(item.get("call_id") or ""), "type": "function", "function": function})
 
 
 def _reasoning(item: dict[str, Any]) -> str:
@@ -313,6 +331,11 @@ def _decoded(content: object) -> str:
     return text.removeprefix(REASONING_PREFIX) if text.startswith(REASONING_PREFIX) else ""
 
 
+def _given(item: dict[str, Any], name: str) -> object:
+    """Return a text of the model or of a tool, of which some clients write null."""
+    return "" if name in item and item[name] is None else item.get(name)
+
+
 def _text(content: object, where: str) -> str | list[dict[str, Any]]:
     """Return content as text or parts. Raises ApiError for parts that no model reads here."""
     if isinstance(content, str):
@@ -330,6 +353,8 @@ def _part(part: object, where: str) -> str | dict[str, Any]:
             return text
         case {"type": "refusal", "refusal": str(text)}:
             return text
+        case {"type": "encrypted_content"}:
+            return UNREADABLE
         case {"type": "input_image" | "input_file" | "input_audio" as kind}:
             message = f"{where}: an {kind} is not read here, or has another form"
             raise ApiError(400, "unsupported_content", message, param=where)

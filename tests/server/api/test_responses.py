@@ -12,7 +12,7 @@ from edgelm.base.workers.grammars import GrammarSpec
 from edgelm.jobs.request import AnswerRequest
 from edgelm.server.api.dialects import parse_request
 from edgelm.server.api.errors import ApiError
-from edgelm.server.api.responses import encoded
+from edgelm.server.api.responses import UNREADABLE, encoded
 from edgelm.text.calls.format import ToolChoice
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -138,6 +138,32 @@ def test_items_of_a_turn_become_one_message() -> None:
         {"role": "assistant", "content": "done"},
         user("thanks"),
     ]
+
+
+def test_messages_of_other_agents_are_read() -> None:
+    """Codex sends the tasks and results of its sub-agents again in every later turn of the thread."""
+    item = {"type": "agent_message", "author": "/root/tests", "recipient": "/root"}
+    text = {"type": "input_text", "text": "All tests pass"}
+    secret = {"type": "encrypted_content", "encrypted_content": "gAAAA"}
+    _, message, last = messages(user("q"), item | {"content": [text, secret]}, user("go on"))
+    words = "".join(part["text"] for part in message["content"])
+    assert message["role"] == "user"
+    assert words.startswith("Message of another agent (author /root/tests, recipient /root):\nAll tests pass")
+    assert "gAAAA" not in words, "only its provider can read it"
+    assert last == user("go on")
+    assert messages({"type": "context_compaction", "encrypted_content": "x"}, user("q")) == [user("q")]
+
+
+def test_values_that_clients_write_otherwise_than_the_reference() -> None:
+    turn, *results = messages(
+        {"role": "assistant", "content": None},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": {"a": "größer"}},
+        {"type": "function_call_output", "call_id": "c1", "output": None},
+        {"type": "function_call_output", "call_id": None, "output": [{"type": "encrypted_content"}]},
+    )
+    assert turn["content"] == ""
+    assert turn["tool_calls"][0]["function"]["arguments"] == '{"a": "größer"}'
+    assert [(result["tool_call_id"], result["content"]) for result in results] == [("c1", ""), ("", UNREADABLE)]
 
 
 def test_a_second_message_of_the_model_is_a_message_of_its_own() -> None:
