@@ -210,21 +210,34 @@ def _with_merged_instructions(messages: list[Message], habits: Habits) -> list[M
 def _moved_instructions(messages: list[Message]) -> tuple[list[str], list[Message]]:
     """Return the system texts for the front, and the other messages, where the template shows no later system message.
 
-    A later one goes into the user's message behind it: with its text at the front, the conversation before it would
-    have to be computed again.
+    A later one becomes a part of the message of the user or the result before it. Behind an answer it begins the user's
+    next message, or is one. So each prompt begins as the one before it: with the text at the front, or moved when the
+    next message comes, the conversation would have to be computed again.
     """
     front: list[str] = []
-    pending: list[str] = []
+    pending: list[str] = []  # behind an answer
     others: list[Message] = []
     for message in messages:
+        text = message["content"]
         if message["role"] in _INSTRUCTIONS:
-            (pending if others else front).append(message["content"])
+            if not others:
+                front.append(text)
+            elif others[-1]["role"] == "assistant":
+                pending.append(text)
+            else:
+                others[-1] = {**others[-1], "content": _joined([others[-1]["content"], text])}
             continue
-        if message["role"] == "user" and pending:
-            message = {**message, "content": _joined([*pending, message["content"]])}
-            pending = []
+        if pending and message["role"] == "assistant":
+            others.append(_of_user(pending))
+        elif pending:
+            message = {**message, "content": _joined([*pending, text])}
+        pending = []
         others.append(message)
-    return front + pending, others
+    return front, [*others, _of_user(pending)] if pending else others
+
+
+def _of_user(texts: list[str]) -> Message:
+    return {"role": "user", "content": _joined(texts)}
 
 
 def _joined(texts: list[str]) -> str:

@@ -205,8 +205,9 @@ def test_system_messages_are_merged_only_where_the_template_shows_the_first_alon
     assert rendered(EVERY_CALL, *chat) == "<system>One.<user>How is the weather?<system>Two.<system>"
     shown = "{% if m.role != 'system' or loop.first %}<{{ m.role }}>{{ m.content }}{% endif %}"
     first_only = f"{{% for m in messages %}}{shown}{{% endfor %}}"
-    assert rendered(first_only, *chat) == "<system>One.\n\nTwo.<user>How is the weather?"
-    assert rendered(first_only, QUESTION, system) == "<system>One.<user>How is the weather?"
+    assert rendered(first_only, *chat) == "<system>One.<user>How is the weather?\n\nTwo."
+    leading = [system, {**system, "content": "Two."}, QUESTION]
+    assert rendered(first_only, *leading) == "<system>One.\n\nTwo.<user>How is the weather?"
 
 
 def test_a_later_system_message_goes_into_the_users_message_behind_it() -> None:
@@ -222,6 +223,31 @@ def test_a_later_system_message_goes_into_the_users_message_behind_it() -> None:
         assert rendered(source, *begin[1:], *later, QUESTION).startswith(
             "<user>How is the weather?<assistant>Fine.<user>Two."
         )
+
+
+def test_a_system_message_stays_where_it_is_while_the_conversation_grows() -> None:
+    """Claude Code tells of something between the turns: the prompt would be computed again from there, or from the front."""
+    shown = "{% if m.role != 'system' or loop.first %}<{{ m.role }}>{{ m.content }}{% endif %}"
+    source = f"{{% for m in messages %}}{shown}{{% endfor %}}"
+    note: dict[str, Any] = {"role": "system", "content": "Note."}
+    answer = {"role": "assistant", "content": "Fine."}
+    chat: list[dict[str, Any]] = [{"role": "system", "content": "One."}]
+    before = ""
+    for turn in (
+        [QUESTION, note],  # behind the user's message
+        [calling("Bern"), result(0, "blue"), note],  # behind a result
+        [calling("Bern"), result(0, "grey"), note, note],
+        [answer, note],  # behind an answer
+        [answer, note, QUESTION],
+        [answer, QUESTION],
+    ):
+        chat += turn
+        text = rendered(source, *chat)
+        assert text.startswith(before), turn
+        assert text.count("Note.") == chat.count(note), "none is lost"
+        before = text
+    assert "<tool>grey\n\nNote.\n\nNote.<assistant>" in before
+    assert before.count("<user>") == 4, "one of them is a note alone"
 
 
 def test_a_later_system_message_goes_to_the_front_where_the_template_moves_it() -> None:
