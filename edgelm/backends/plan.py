@@ -16,13 +16,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from edgelm.base.config import Settings
+from edgelm.base.config import DEFAULT_CONTEXT, Settings
 from edgelm.base.errors import EdgeLMError, ModelError
 from edgelm.base.machine.memory import USABLE
 from edgelm.base.workers.messages import Footprint
 from edgelm.checkpoints.summary import ModelFacts, ModelSummary, WeightBytes
 
-DEFAULT_CONTEXT = 8192  # the most without --ctx
 MIN_CONTEXT = 512  # the least without --ctx
 MIN_PROPOSED = 256  # the shortest context that an error line proposes
 SHOWN_CONTEXTS = tuple(2**n for n in range(11, 18))  # of the table of options

@@ -48,6 +48,7 @@ _parse_picture_hosts = words(
 )
 _LOADING = "chat run bench serve"  # the commands that load a model to use it
 _DRAFTING = "chat run serve"
+DEFAULT_CONTEXT = 8192  # tokens, the most without `ctx`
 DRAFT_CHOICES = ("auto", "ngram", "mtp", "off")  # values of `draft` that name no model
 _ALL = f"{_LOADING} eval plan"
 

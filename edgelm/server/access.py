@@ -24,12 +24,14 @@ MAX_BODY_BYTES = 16 * 2**20
 OPEN_PATHS = frozenset({"/health"})  # answered without a key: it tells only that we run
 LOCAL = "local"  # of `Rules.origins`: web views of editors, browser extensions, pages of servers on this machine
 LOCAL_SCHEMES = frozenset(
-    {"app", "file", "tauri", "vscode-webview", "chrome-extension", "moz-extension", "safari-web-extension"}
+    {
+        *("app", "file", "tauri", "vscode-file", "vscode-webview"),
+        *("chrome-extension", "moz-extension", "safari-web-extension"),
+    }
 )
 METHODS = "GET, POST, DELETE"  # allowed to other origins
-HEADERS = re.compile(
-    r"accept|authorization|content-type|prefer|user-agent|x-api-key|x-request-id|x-requested-with|(anthropic|openai|x-stainless)-[a-z0-9-]+"
-)
+# Clients have headers of their own (traceparent, x-title, …), which change nothing here; the front's own are not theirs.
+HEADERS = re.compile(r"(?!x-edgelm-)[a-z0-9!#$%&'*+.^_`|~-]{1,100}")
 EXPOSED_HEADERS = "request-id, retry-after, x-request-id, x-should-retry"
 PREFLIGHT_AGE_S = "600"
 CURL_TYPES = ("", "application/x-www-form-urlencoded")  # of `curl -d`, as people type it

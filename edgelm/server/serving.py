@@ -147,6 +147,7 @@ async def _serve(
         Machine(launcher),
         idle_timeout_s=settings.idle_timeout,
         keep_alive=lambda model: config.keep_alive_of(*model.names),
+        most_context=launcher.most_context,
         max_models=settings.max_models,
         limit_bytes=settings.max_memory_bytes,
     )

@@ -189,7 +189,7 @@ async def test_a_refusal_has_the_form_of_the_api(path: str, form: str) -> None:
     assert ("code" in body["error"]) == (form == "openai")
 
 
-ASKED = "Authorization, content-type, x-stainless-os, anthropic-version, openai-beta, x-other, cookie"
+ASKED = "Authorization, content-type, x-stainless-os, anthropic-version, openai-beta, x-title, x-edgelm-client, a b"
 
 
 async def test_a_browser_learns_what_an_allowed_page_may_send() -> None:
@@ -199,7 +199,7 @@ async def test_a_browser_learns_what_an_allowed_page_may_send() -> None:
     assert answer.headers["access-control-allow-origin"] == PAGE
     assert answer.headers["access-control-allow-methods"] == "GET, POST, DELETE"
     allowed = answer.headers["access-control-allow-headers"].split(", ")
-    assert allowed == ["authorization", "content-type", "x-stainless-os", "anthropic-version", "openai-beta"]
+    assert allowed == ["authorization", "content-type", "x-stainless-os", "anthropic-version", "openai-beta", "x-title"]
     assert "Origin" in answer.headers["vary"]
     assert "access-control-allow-credentials" not in answer.headers
     for refused in ({"origin": "https://evil.example"}, {"origin": "null"}, {"host": "evil.example"}):
@@ -239,8 +239,14 @@ async def test_an_allowed_page_can_read_all_answers(
             "http://[::1]:5173",
             "app://obsidian.md",
         ),
-        *("file://", "tauri://localhost", "http://tauri.localhost", "vscode-webview://1abc", "chrome-extension://abc"),
-        *("moz-extension://1-2", "VSCODE-WEBVIEW://1abc"),
+        *(
+            "file://",
+            "tauri://localhost",
+            "http://tauri.localhost",
+            "vscode-webview://1abc",
+            "vscode-file://vscode-app",
+        ),
+        *("chrome-extension://abc", "moz-extension://1-2", "VSCODE-WEBVIEW://1abc"),
     ],
 )
 async def test_local_pages_are_let_in_where_it_was_asked_for(origin: str) -> None:

@@ -53,6 +53,7 @@ def test_a_look_loads_nothing(own: dict[str, str], models: Path, tmp_path: Path)
         shown = front.http.post("/api/show", json={"model": "tiny"}).json()
         assert shown["capabilities"] == ["completion"], "it has no template for tools"
         assert shown["model_info"]["llama.context_length"] == 512
+        assert shown["parameters"] == "num_ctx 512"
         assert front.http.get("/props").json()["default_generation_settings"] == {"n_ctx": 512}
         assert front.http.get("/slots").json() == []
         assert front.http.get("/api/ps").json() == {"models": []}

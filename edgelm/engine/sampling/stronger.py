@@ -168,7 +168,7 @@ class _Stronger:
         rule = resolved(schema["propertyNames"], self._root)
         own = schema.get("properties") or {}
         extra = schema.get("additionalProperties", True)
-        if rule is True or (isinstance(rule, dict) and not rule.keys() & _NAME_RULES):
+        if rule is True or (isinstance(rule, dict) and not _limits_names(rule)):
             del schema["propertyNames"]
             return
         names: list[str] | str | None = []
@@ -333,6 +333,12 @@ class _Stronger:
 
 
 _NAME_RULES = frozenset("type enum const pattern minLength maxLength not anyOf oneOf allOf $ref if".split())
+
+
+def _limits_names(rule: dict[str, Any]) -> bool:
+    """Return whether a schema of names excludes one; `{"type": "string"}`, which Zod writes, does not."""
+    rules = rule.keys() & _NAME_RULES
+    return bool(rules) and not (rules == {"type"} and "string" in types_of(rule))
 
 
 def _names(rule: dict[str, Any]) -> list[str] | str | None:

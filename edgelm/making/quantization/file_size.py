@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 
 from edgelm.backends.llama.memory import LlamaMemory
-from edgelm.backends.plan import DEFAULT_CONTEXT, MachineMemory
-from edgelm.base.config import Settings
+from edgelm.backends.plan import MachineMemory
+from edgelm.base.config import DEFAULT_CONTEXT, Settings
 from edgelm.base.errors import ModelError, UsageError
 from edgelm.checkpoints.summary import ModelFacts
 

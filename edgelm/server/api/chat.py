@@ -44,14 +44,20 @@ class Message(Body):
 
     def for_template(self, where: str) -> dict[str, Any]:
         """Return the message in the form that chat templates expect. Raises ApiError."""
-        content = self.content
+        content, thoughts = self.content, ""
         if isinstance(content, list):
-            content = content_of([_part(part, f"{where}.content.{index}") for index, part in enumerate(content)])
+            parts = []
+            for index, part in enumerate(content):
+                thought = _thought(part) if self.role == "assistant" else None
+                thoughts += thought or ""
+                if thought is None:
+                    parts.append(_part(part, f"{where}.content.{index}"))
+            content = content_of(parts)
         message: dict[str, Any] = {"role": self.role, "content": content}
         for name in ("name", "tool_call_id"):
             if (value := getattr(self, name)) is not None:
                 message[name] = value
-        if reasoning := self.reasoning_content or self.reasoning:
+        if reasoning := self.reasoning_content or self.reasoning or thoughts:
             message["reasoning_content"] = reasoning
         calls = [_call(call, f"{where}.tool_calls.{index}") for index, call in enumerate(self.tool_calls or ())]
         if self.function_call:
@@ -92,6 +98,7 @@ class ChatRequest(GrammarFields, SamplingFields, KeepAliveFields):
     function_call: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
     reasoning_budget: int | None = Field(default=None, ge=0)
+    thinking_budget_tokens: int | None = Field(default=None, ge=0)
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     continue_final_message: bool | None = None
@@ -123,7 +130,7 @@ class ChatRequest(GrammarFields, SamplingFields, KeepAliveFields):
             parallel_tool_calls=False if self.functions else self.parallel_tool_calls,
             grammar=self.grammar_spec(),
             template_kwargs=kwargs,
-            thinking_budget=self.reasoning_budget,
+            thinking_budget=self.thinking_budget_tokens if self.reasoning_budget is None else self.reasoning_budget,
             continues_last=bool(self.continue_final_message),
             sampling=sampling,
             stop=self.stops,
@@ -208,6 +215,16 @@ def _tool_choice(choice: str | dict[str, Any] | None, known: Sequence[str]) -> T
         case {"name": str(name)}:
             return ToolChoice("required", frozenset({name}))
     raise ApiError(400, "invalid_value", "tool_choice is not one of the known forms", param="tool_choice")
+
+
+def _thought(part: object) -> str | None:
+    """Return the text of a part that is reasoning, as LiteLLM writes that of a message with calls; None: it is none."""
+    match part:
+        case {"type": "thinking", "thinking": str(text)} | {"type": "reasoning", "text": str(text)}:
+            return text
+        case {"type": "thinking" | "reasoning" | "redacted_thinking"}:
+            return ""
+    return None
 
 
 def _part(part: object, where: str) -> str | dict[str, Any]:

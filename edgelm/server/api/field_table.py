@@ -62,7 +62,7 @@ _SAMPLERS = {
     "xtc_probability": Refused("use min_p and temperature", (0, 0.0)),
     "mirostat": Refused("use temperature and min_p", (0,)),
     "dynatemp_range": Refused("use temperature", (0, 0.0)),
-    "top_n_sigma": Refused("use min_p", (-1, -1.0)),
+    "top_n_sigma": Refused("use min_p", (-1, -1.0, 0, 0.0)),
     "use_beam_search": Refused("sampling is the only method", (False,)),
     "length_penalty": Refused("there is no beam search", (1, 1.0)),
     "ignore_eos": Refused("the model decides when it ends", (False,)),

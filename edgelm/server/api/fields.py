@@ -101,6 +101,19 @@ def _keep_alive(value: object) -> float | None:
 KeepAlive = Annotated[Annotated[float, Field(allow_inf_nan=True)] | None, BeforeValidator(_keep_alive)]
 
 
+def _logit_bias(value: object) -> object:
+    """Return OpenAI's form of llama-server's: pairs of a token and its bias, where false excludes the token."""
+    if not isinstance(value, list):
+        return value
+    pairs = [entry for entry in value if isinstance(entry, list) and len(entry) == 2 and type(entry[0]) is int]
+    if len(pairs) < len(value):
+        raise PydanticCustomError("logit_bias", "give an object of token ids, or a list of [token id, bias]")
+    return {str(token): -float(MAX_BIAS) if bias is False else bias for token, bias in pairs}
+
+
+LogitBias = Annotated[dict[str, float], BeforeValidator(_logit_bias)]
+
+
 def validated(model: type[T], data: dict[str, Any]) -> T:
     """Return the checked fields of a body. Raises ApiError with the name of the first wrong one."""
     for name, value in data.items():
@@ -171,7 +184,7 @@ def sampling_values(body: Body) -> dict[str, Any]:
 class SamplingFields(_Values):
     """How tokens are chosen. None: the server's setting."""
 
-    logit_bias: dict[str, float] | None = None
+    logit_bias: LogitBias | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     stop: Stop | None = None
     draft: DraftChoice | None = None

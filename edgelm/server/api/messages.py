@@ -171,7 +171,11 @@ def _messages(messages: Sequence[InputMessage]) -> Iterator[dict[str, Any]]:
         rest = [(block, at) for block, at in blocks if block.get("type") != "tool_result"]
         for block, at in blocks:
             if block.get("type") == "tool_result":
-                yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id", "")), "content": _result(block, at)}
+                yield {
+                    "role": "tool",
+                    "tool_call_id": str(block.get("tool_use_id") or ""),
+                    "content": _result(block, at),
+                }
         if rest or not blocks:
             yield {"role": message.role, "content": _content(rest)}
 
@@ -211,13 +215,13 @@ def _assistant(blocks: list[tuple[dict[str, Any], str]]) -> dict[str, Any]:
     for block, where in blocks:
         match block.get("type"):
             case "thinking":
-                thoughts.append(str(block.get("thinking", "")))
+                thoughts.append(str(block.get("thinking") or ""))
             case "redacted_thinking":
                 pass  # of another provider: only it can read it
             case "tool_use":
                 arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-                function = {"name": str(block.get("name", "")), "arguments": arguments}
-                calls.append({"id": str(block.get("id", "")), "type": "function", "function": function})
+                function = {"name": str(block.get("name") or ""), "arguments": arguments}
+                calls.append({"id": str(block.get("id") or ""), "type": "function", "function": function})
             case str(kind) if kind in HOSTED_BLOCKS or kind.endswith("_tool_result"):
                 pass
             case _:
@@ -269,7 +273,7 @@ def _is_text(part: object) -> bool:
 
 
 def _joined(parts: Sequence[object]) -> str:
-    return "\n".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+    return "\n".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
 
 
 def _titled(block: dict[str, Any], text: str) -> str:

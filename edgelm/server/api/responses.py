@@ -293,7 +293,7 @@ def _extend(
         if text := _reasoning(item):
             turn["reasoning_content"] = text
     else:
-        name = str(item.get("name", ""))
+        name = str(item.get("name") or "")
         name = shown_names.get((str(item.get("namespace") or ""), name), name)
         arguments = item.get("arguments")
         if isinstance(arguments, dict):
@@ -309,7 +309,9 @@ def _reasoning(item: dict[str, Any]) -> str:
     """Return the text of a reasoning item: its own, or that of our `encrypted_content`, or its summary."""
     for name in ("content", "summary"):
         parts = item.get(name)
-        if isinstance(parts, list) and (text := "".join(str(p.get("text", "")) for p in parts if isinstance(p, dict))):
+        if isinstance(parts, list) and (
+            text := "".join(str(p.get("text") or "") for p in parts if isinstance(p, dict))
+        ):
             return text
         if name == "content" and (text := _decoded(item.get("encrypted_content"))):
             return text

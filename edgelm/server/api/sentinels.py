@@ -47,6 +47,7 @@ OFF: Sentinels = {
     "stop": _without_empty,
     "stop_sequences": _without_empty,
     "reasoning_budget": _negative,  # llama-server: -1
+    "thinking_budget_tokens": _negative,
 }
 # The routes for a text: 0 asks for no token, to warm a cache or to score the prompt, and -1 for no limit.
 OFF_OF_TEXTS: Sentinels = {name: off for name, off in OFF.items() if name != "max_tokens"}

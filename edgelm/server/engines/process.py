@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import httpx2
 
 from edgelm.backends.choice import may_go_without_cuda
-from edgelm.base.config import Config, Settings
+from edgelm.base.config import DEFAULT_CONTEXT, Config, Settings
 from edgelm.base.errors import DeviceError, EdgeLMError, EngineError, GpuLoadError
 from edgelm.base.machine import facts as machine
 from edgelm.base.workers.exit_reason import ModelFiles, exit_reason
@@ -134,6 +134,10 @@ class Launcher:
         if self._begun is not None:
             self._begun.kill()
             self._begun = None
+
+    def most_context(self, model: LocalModel) -> int:
+        """Return the most tokens of context that the settings of a model allow."""
+        return self._settings_of(model).ctx or DEFAULT_CONTEXT
 
     async def question(self, model: LocalModel, usable_bytes: int | None, freed_gpu_bytes: int) -> Predict:
         """Return the question for the memory of a model's process. Raises EdgeLMError, as a start would."""

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Self
 
+from edgelm.base.config import DEFAULT_CONTEXT
 from edgelm.base.errors import EngineError, StillLoadingError
 from edgelm.library.scan import LocalModel
 from edgelm.server.engines.memory import AnyMachine, Memory
@@ -29,7 +30,8 @@ class EngineTable:
     """The engines by model file. A context manager: leaving it ends them all.
 
     `idle_timeout_s` is how long an engine stays without a request; 0: for ever, but it makes room for others.
-    `keep_alive` gives the value of a model that has its own, and None for the others.
+    `keep_alive` gives the value of a model that has its own, and None for the others; `most_context` the tokens that a
+    model's settings allow.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class EngineTable:
         *,
         idle_timeout_s: float = 0.0,
         keep_alive: Callable[[LocalModel], float | None] = lambda _: None,
+        most_context: Callable[[LocalModel], int] = lambda _: DEFAULT_CONTEXT,
         max_models: int | None = None,
         limit_bytes: int | None = None,
     ) -> None:
@@ -50,6 +53,7 @@ class EngineTable:
         self._launch = launch
         self._idle_timeout_s = idle_timeout_s or math.inf
         self._keep_alive = keep_alive
+        self._most_context = most_context
         self._leaving: set[EngineSlot] = set()  # they get no new requests
         self._endings: dict[EngineSlot, asyncio.Task[None]] = {}
         self._news = asyncio.Event()
@@ -81,6 +85,13 @@ class EngineTable:
     def engines(self) -> list[EngineSlot]:
         """Return the slots whose engines have memory, or were promised some."""
         return [slot for slot in self.all_slots() if slot.admitted]
+
+    def context(self, model: LocalModel, trained: int | None) -> int:
+        """Return the tokens of a model's context: those that it has, or is going to have at most."""
+        slot = self.slots.get(model.path)
+        info = slot.process.info if slot is not None and slot.process is not None else None
+        most = self._most_context(model)
+        return info.context if info else min(trained or most, most)
 
     def release(self, model: LocalModel, keep_alive_s: float = 0.0) -> bool:
         """Let an engine end so many seconds after its last request; return whether there is one."""

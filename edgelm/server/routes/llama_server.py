@@ -63,7 +63,7 @@ def llama_routes(table: EngineTable, models: ModelNames, num_slots: int) -> list
         has_tools = "tools" in card["capabilities"]
         return JSONResponse(
             {
-                "default_generation_settings": {"n_ctx": info.context if info else card["context"]},
+                "default_generation_settings": {"n_ctx": table.context(model, card["context"])},
                 "total_slots": num_slots,
                 "model_alias": model.name,
                 "model_path": printable(str(model.path)),

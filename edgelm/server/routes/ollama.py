@@ -51,6 +51,7 @@ OLLAMA_VERSION = "0.13.0"  # whose API this is: clients compare it
 PULL_WORKER = "edgelm.library.pull_worker"
 PULL_COMMAND: tuple[str, ...] = ()  # replaces the worker in tests
 PULL_STOP_S = 3.0  # for a worker to end when its client has left
+CONTEXT = ".context_length"  # the end of the name of GGUF, behind the architecture
 FOREVER_S = 100 * 365 * 86_400.0  # in a date
 
 
@@ -80,9 +81,11 @@ def ollama_routes(table: EngineTable, models: ModelNames, bodies: Bodies) -> lis
         name, _ = await named(request)
         paths = may_name_paths(request)
         listed = await models.describe(name, paths=paths)
-        is_remote = "remote" in listed.known
-        card = _remote_card(listed) if is_remote else await models.card(await models.find(name, paths=paths))
-        return JSONResponse(_shown(listed, card))
+        if "remote" in listed.known:
+            return JSONResponse(_shown(listed, _remote_card(listed), listed.known.get("context")))
+        model = await models.find(name, paths=paths)
+        card = await models.card(model)
+        return JSONResponse(_shown(listed, card, table.context(model, card.get("context"))))
 
     async def ps(_: Request) -> Response:
         ready = {path: slot for path, slot in table.slots.items() if slot.state == "ready"}
@@ -197,18 +200,22 @@ def _size_text(parameters: int) -> str:
     return str(parameters)
 
 
-def _shown(model: ListedModel, card: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer of /api/show. Raises ApiError for a file that cannot be read."""
+def _shown(model: ListedModel, card: dict[str, Any], context: int | None) -> dict[str, Any]:
+    """Return the answer of /api/show. Raises ApiError for a file that cannot be read.
+
+    Clients fill the context that it tells: that is the one which the model has here, not the one of its training.
+    """
     if "error" in card:
         raise ApiError(400, "model_failed", card["error"], param="model")
     details, template = _details(model), card["template"] or ""
+    info = {name: context if name.endswith(CONTEXT) else value for name, value in card["model_info"].items()}
     return {
         "license": card["licence"] or "",
         "modelfile": f"# made by edgelm\nFROM {_tagged(model.name)}\n",
-        "parameters": "",
+        "parameters": f"num_ctx {context}" if context else "",
         "template": template,
         "details": details,
-        "model_info": card["model_info"],
+        "model_info": info if context else card["model_info"],
         "capabilities": card["capabilities"],
         "modified_at": timestamp(model.created),
     }

@@ -183,6 +183,11 @@ STRONGER: dict[str, tuple[Any, str, str]] = {  # a schema, what is written, and 
         '{"a": 1}',
     ),
     "names": ({"type": "object", "propertyNames": {"pattern": "^a"}}, '{"ab": 1}', '{"b": 1}'),
+    "any names": (  # as Zod writes a record
+        {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}},
+        '{"b": 1}',
+        '{"b": "c"}',
+    ),
     "listed names": ({"type": "object", "propertyNames": {"enum": ["a", "b"]}}, '{"b": 1}', '{"c": 1}'),
     "oneOf": ({"oneOf": [{"type": "string", "minLength": 2}, {"type": "string"}]}, '"a"', '"ab"'),
     "one key": (

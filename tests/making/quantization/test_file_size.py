@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgelm.backends.llama.memory import LlamaMemory
-from edgelm.backends.plan import DEFAULT_CONTEXT, MachineMemory, plan
-from edgelm.base.config import Settings
+from edgelm.backends.plan import MachineMemory, plan
+from edgelm.base.config import DEFAULT_CONTEXT, Settings
 from edgelm.base.errors import ModelError, UsageError
 from edgelm.making.quantization.file_size import fitting_bytes, parse_budget
 from tests.library.model_shapes import dense_model

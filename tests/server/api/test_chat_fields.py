@@ -55,6 +55,7 @@ def test_every_sampling_field_arrives() -> None:
         frequency_penalty=0.5,
         presence_penalty=-0.5,
         logit_bias={"4": -100, "17": 2.5},
+        top_n_sigma=0,  # off, as SillyTavern sends it
         logprobs=True,
         top_logprobs=4,
         seed=12345,
@@ -140,6 +141,9 @@ def test_llama_servers_name_of_a_penalty() -> None:
         ({"logit_bias": {"-1": 1}}, "invalid_value", "logit_bias"),
         ({"logit_bias": {"5": 101}}, "invalid_value", "logit_bias"),
         ({"logit_bias": {"5": "1"}}, "invalid_type", "logit_bias.5"),
+        ({"logit_bias": [[5, 1], ["text", 1]]}, "invalid_type", "logit_bias"),
+        ({"logit_bias": [[5, 101]]}, "invalid_value", "logit_bias"),
+        ({"top_n_sigma": 1.0}, "unsupported_parameter", "top_n_sigma"),
         ({"stop": 1}, "invalid_type", "stop"),
         ({"messages": []}, "invalid_value", "messages"),
         ({"messages": "hello"}, "invalid_type", "messages"),
@@ -296,6 +300,8 @@ def test_messages_reach_the_template() -> None:
     parts = [{"type": "text", "text": "a", "prompt_cache_breakpoint": {}}, {"type": "text", "text": "b"}]
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     custom = {"id": "2", "type": "custom", "custom": {"name": "g", "input": 'say "x"'}}
+    thoughts = [{"type": "redacted_thinking", "data": "x"}, {"type": "reasoning", "text": "be it"}]
+    thoughts += [{"type": "thinking", "thinking": None}, {"type": "text", "text": ""}]
     messages = parse(
         messages=[
             {"role": "developer", "content": "rules"},
@@ -305,6 +311,11 @@ def test_messages_reach_the_template() -> None:
             {"role": "tool", "tool_call_id": "2", "content": [{"type": "text", "text": "two"}]},
             {"role": "assistant", "function_call": {"name": "h", "arguments": ""}},
             {"role": "function", "name": "h", "content": "three"},
+            {
+                "role": "assistant",
+                "content": [{"type": "thinking", "thinking": "so "}, *thoughts],
+                "tool_calls": [call],
+            },
         ]
     ).messages
     custom_function = {"name": "g", "arguments": '{"input": "say \\"x\\""}'}
@@ -326,6 +337,7 @@ def test_messages_reach_the_template() -> None:
             "tool_calls": [{"id": "", "type": "function", "function": {"name": "h", "arguments": "{}"}}],
         },
         {"role": "tool", "tool_call_id": "", "name": "h", "content": "three"},
+        {"role": "assistant", "content": "", "reasoning_content": "so be it", "tool_calls": [call]},
     ]
 
 
@@ -450,7 +462,9 @@ def test_thinking_fields_reach_the_template() -> None:
     assert parse(reasoning_effort="none").template_kwargs == {"enable_thinking": False, "thinking": False}
     assert parse(enable_thinking=True).template_kwargs == on
     assert parse(chat_template_kwargs={"a": 1}).template_kwargs == {"a": 1}
-    assert parse(reasoning_budget=0).thinking_budget == 0
+    assert parse(reasoning_budget=0).thinking_budget == parse(thinking_budget_tokens=0).thinking_budget == 0
+    assert parse(thinking_budget_tokens=-1).thinking_budget is None, "llama-server's name, and its value for no limit"
+    assert parse(thinking_budget_tokens=5, reasoning_budget=7).thinking_budget == 7
 
 
 LEAF = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)

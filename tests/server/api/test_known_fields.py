@@ -43,6 +43,9 @@ def test_sampling_works_in_every_api(path: str) -> None:
         assert expected.items() <= answer.sampling.items(), name
         assert notes == ()
     assert parsed(path, stop=["x"])[0].stop == ("x",)
+    pairs, _ = parsed(path, logit_bias=[[3, -1], [5, False]])  # llama-server's form
+    assert pairs.sampling["logit_bias"] == ((3, -1.0), (5, -100.0))
+    assert "logit_bias" not in parsed(path, logit_bias=[])[0].sampling, "SillyTavern always sends it"
 
 
 @pytest.mark.parametrize("path", BODIES)
