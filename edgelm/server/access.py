@@ -30,7 +30,7 @@ LOCAL_SCHEMES = frozenset(
     }
 )
 METHODS = "GET, POST, DELETE"  # allowed to other origins
-# Clients have headers of their own (traceparent, x-title, …), which change nothing here; the front's own are not theirs.
+# Clients have headers of their own (traceparent, x-title, …), which change nothing; the front's own are not theirs.
 HEADERS = re.compile(r"(?!x-edgelm-)[a-z0-9!#$%&'*+.^_`|~-]{1,100}")
 EXPOSED_HEADERS = "request-id, retry-after, x-request-id, x-should-retry"
 PREFLIGHT_AGE_S = "600"

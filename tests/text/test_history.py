@@ -226,7 +226,7 @@ def test_a_later_system_message_goes_into_the_users_message_behind_it() -> None:
 
 
 def test_a_system_message_stays_where_it_is_while_the_conversation_grows() -> None:
-    """Claude Code tells of something between the turns: the prompt would be computed again from there, or from the front."""
+    """Claude Code tells of something between the turns. Moved, it would change the prompt before what is cached."""
     shown = "{% if m.role != 'system' or loop.first %}<{{ m.role }}>{{ m.content }}{% endif %}"
     source = f"{{% for m in messages %}}{shown}{{% endfor %}}"
     note: dict[str, Any] = {"role": "system", "content": "Note."}

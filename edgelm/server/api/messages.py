@@ -171,11 +171,8 @@ def _messages(messages: Sequence[InputMessage]) -> Iterator[dict[str, Any]]:
         rest = [(block, at) for block, at in blocks if block.get("type") != "tool_result"]
         for block, at in blocks:
             if block.get("type") == "tool_result":
-                yield {
-                    "role": "tool",
-                    "tool_call_id": str(block.get("tool_use_id") or ""),
-                    "content": _result(block, at),
-                }
+                call_id = str(block.get("tool_use_id") or "")
+                yield {"role": "tool", "tool_call_id": call_id, "content": _result(block, at)}
         if rest or not blocks:
             yield {"role": message.role, "content": _content(rest)}
 

@@ -79,13 +79,7 @@ def ollama_routes(table: EngineTable, models: ModelNames, bodies: Bodies) -> lis
 
     async def show(request: Request) -> Response:
         name, _ = await named(request)
-        paths = may_name_paths(request)
-        listed = await models.describe(name, paths=paths)
-        if "remote" in listed.known:
-            return JSONResponse(_shown(listed, _remote_card(listed), listed.known.get("context")))
-        model = await models.find(name, paths=paths)
-        card = await models.card(model)
-        return JSONResponse(_shown(listed, card, table.context(model, card.get("context"))))
+        return JSONResponse(await _shown(name, may_name_paths(request), table, models))
 
     async def ps(_: Request) -> Response:
         ready = {path: slot for path, slot in table.slots.items() if slot.state == "ready"}
@@ -200,22 +194,28 @@ def _size_text(parameters: int) -> str:
     return str(parameters)
 
 
-def _shown(model: ListedModel, card: dict[str, Any], context: int | None) -> dict[str, Any]:
+async def _shown(name: str, paths: bool, table: EngineTable, models: ModelNames) -> dict[str, Any]:
     """Return the answer of /api/show. Raises ApiError for a file that cannot be read.
 
     Clients fill the context that it tells: that is the one which the model has here, not the one of its training.
     """
+    model = await models.describe(name, paths=paths)
+    if "remote" in model.known:
+        card, context = _remote_card(model), model.known.get("context")
+    else:
+        local = await models.find(name, paths=paths)
+        card = await models.card(local)
+        context = table.context(local, card.get("context"))
     if "error" in card:
         raise ApiError(400, "model_failed", card["error"], param="model")
-    details, template = _details(model), card["template"] or ""
-    info = {name: context if name.endswith(CONTEXT) else value for name, value in card["model_info"].items()}
+    info = card["model_info"].items()
     return {
         "license": card["licence"] or "",
         "modelfile": f"# made by edgelm\nFROM {_tagged(model.name)}\n",
         "parameters": f"num_ctx {context}" if context else "",
-        "template": template,
-        "details": details,
-        "model_info": info if context else card["model_info"],
+        "template": card["template"] or "",
+        "details": _details(model),
+        "model_info": {key: context if context and key.endswith(CONTEXT) else value for key, value in info},
         "capabilities": card["capabilities"],
         "modified_at": timestamp(model.created),
     }
