@@ -48,8 +48,9 @@ class Outgoing:
 
     def old_version(self, session: Session) -> Message | None:
         """Return the message of a chat that this is a new version of."""
-        is_here = self.edited is not None and session.chat.id == self.session.chat.id
-        return session.tree.messages.get(self.edited) if is_here else None
+        if self.edited is None or session.chat.id != self.session.chat.id:
+            return None
+        return session.tree.messages.get(self.edited)
 
     def require_place(self, session: Session) -> None:
         """Raise RequestError where `session`, which is on screen, is another chat, or shows another branch."""
