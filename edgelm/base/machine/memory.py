@@ -15,6 +15,8 @@ from pathlib import Path
 
 from edgelm.base.machine.cpu import cgroup_folders, read_text, sysctl
 
+ARC = "proc/spl/kstat/zfs/arcstats"
+ARC_SHARE = 0.9  # of what may shrink: it does so as others ask
 USABLE = 0.95  # of the free memory: other programs run too, and no prediction is exact
 
 
@@ -55,8 +57,16 @@ def _children(pid: int, root: Path) -> Iterator[int]:
 def linux_memory_bytes(root: Path = Path("/")) -> int:
     """Return the smaller of the machine's available memory and the room in each control group."""
     machine = _counters(root / "proc/meminfo")
-    available = machine.get("MemAvailable", machine.get("MemFree", 0) + machine.get("Cached", 0))
-    return max(0, min([available * 1024 if machine else _installed_bytes(), *_cgroup_rooms(root)]))
+    available = machine.get("MemAvailable", machine.get("MemFree", 0) + machine.get("Cached", 0)) * 1024
+    available += _zfs_bytes(root)
+    return max(0, min([available if machine else _installed_bytes(), *_cgroup_rooms(root)]))
+
+
+def _zfs_bytes(root: Path) -> int:
+    """Return what the cache of ZFS gives back: it is no page cache, and MemAvailable counts it as used."""
+    lines = re.findall(r"^(size|c_min)\s+\d+\s+(\d+)$", read_text(root / ARC) or "", re.MULTILINE)
+    arc = {name: int(number) for name, number in lines}
+    return max(0, int(ARC_SHARE * (arc.get("size", 0) - arc.get("c_min", 0))))
 
 
 def mac_memory_bytes(vm_stat: str) -> int:
@@ -71,14 +81,15 @@ def _cgroup_rooms(root: Path) -> Iterator[int]:
     """Yield the room in each limited control group: its limit minus the memory that it cannot drop."""
     for folder in cgroup_folders("memory", root):
         stat = _counters(folder / "memory.stat")
-        for limits, usage, dropped in (
-            (("memory.max", "memory.high"), "memory.current", "inactive_file"),
-            (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+        # Pages of files, also active ones: of a model that was read twice most are.
+        for limits, usage, files in (
+            (("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file")),
+            (("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
         ):
             used = _integer(folder / usage)
             for limit in (_integer(folder / name) for name in limits):
                 if limit is not None and used is not None:
-                    yield limit - used + min(used, stat.get(dropped, 0))
+                    yield limit - used + min(used, sum(stat.get(name, 0) for name in files))
 
 
 def _integer(path: Path) -> int | None:

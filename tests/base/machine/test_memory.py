@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgelm.base.machine.memory import available_memory_bytes, linux_memory_bytes, mac_memory_bytes, process_memory
+from edgelm.base.machine.memory import ARC, available_memory_bytes, linux_memory_bytes, mac_memory_bytes, process_memory
 
 GIB = 2**30
 MEMINFO = (
@@ -38,6 +38,14 @@ def test_the_machine_alone(root: Path) -> None:
     assert linux_memory_bytes(root) == 8 * GIB
 
 
+def test_the_cache_of_zfs_counts_as_far_as_it_shrinks(root: Path) -> None:
+    lines = ["13 1 0x01 123 33456 1 2", "name type data", f"size 4 {41 * GIB}", f"c_min 4 {1 * GIB}", "c_max 4 9"]
+    write(root / ARC, "\n".join(lines) + "\n")
+    assert linux_memory_bytes(root) == (8 + 36) * GIB
+    write(root / ARC, f"size 4 {GIB}\nc_min 4 {2 * GIB}\n")
+    assert linux_memory_bytes(root) == 8 * GIB
+
+
 def test_an_old_kernel_without_an_estimate(root: Path) -> None:
     write(root / "proc/meminfo", MEMINFO.replace("MemAvailable", "MemSomething"))
     assert linux_memory_bytes(root) == 5 * GIB
@@ -48,7 +56,8 @@ def test_an_old_kernel_without_an_estimate(root: Path) -> None:
     [
         ({"max": 4 * GIB, "high": "max", "current": 1 * GIB}, 3 * GIB),
         ({"max": 4 * GIB, "high": 2 * GIB, "current": 1 * GIB}, 1 * GIB),
-        ({"max": 4 * GIB, "current": 3 * GIB, "stat": f"anon 5\ninactive_file {2 * GIB}\nactive_file 7"}, 3 * GIB),
+        ({"max": 4 * GIB, "current": 3 * GIB, "stat": f"anon 5\ninactive_file {2 * GIB}\nactive_file 7"}, 3 * GIB + 7),
+        ({"max": 4 * GIB, "current": 3 * GIB, "stat": f"inactive_file 5\nactive_file {2 * GIB}"}, 3 * GIB + 5),
         ({"max": 4 * GIB, "current": 1 * GIB, "stat": f"inactive_file {2 * GIB}"}, 4 * GIB),
         ({"max": "max", "high": "max", "current": 1 * GIB}, 8 * GIB),
         ({"max": 64 * GIB, "current": 1 * GIB}, 8 * GIB),
