@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+FAST_CAPACITY = 0.6  # of the fastest kind's: the middle of three kinds is fast, too
 MAX_CPUS = 65_536  # of any machine: bounds the cost of a damaged file
 
 
@@ -38,13 +39,22 @@ def usable_cores(root: Path = Path("/")) -> Cores:
 def linux_cores(allowed: Collection[int], root: Path = Path("/")) -> Cores:
     """Return the cores among the `allowed` processors, within the quotas of all control groups of this process."""
     devices = root / "sys/devices"
-    fast = parse_cpu_list(read_text(devices / "cpu_core/cpus") or "").intersection(allowed) or allowed
+    fast = parse_cpu_list(read_text(devices / "cpu_core/cpus") or "").intersection(allowed)  # of Intel's processors
+    fast = fast or _capable(allowed, devices)
     siblings = {_siblings(devices / f"system/cpu/cpu{cpu}/topology", cpu) for cpu in fast}
     quota = min(_quotas(root), default=float("inf"))
     # Rounded down: the kernel stops a team of threads that exceeds its quota for the rest of each period, and the
     # front process needs the rest of the quota.
     limit = max(1, int(min(quota, len(allowed))))
     return Cores(physical=min(len(siblings), limit), logical=min(len(allowed), limit))
+
+
+def _capable(allowed: Collection[int], devices: Path) -> frozenset[int]:
+    """Return the fast processors among the `allowed` ones, by what the kernel knows of ARM's two or three kinds."""
+    capacities = {cpu: read_text(devices / f"system/cpu/cpu{cpu}/cpu_capacity") or "" for cpu in allowed}
+    known = {cpu: int(text) for cpu, text in capacities.items() if text.strip().isdecimal()}
+    least = FAST_CAPACITY * max(known.values(), default=0)
+    return frozenset(cpu for cpu in allowed if known.get(cpu, least) >= least)
 
 
 def processor_flags(root: Path = Path("/")) -> frozenset[str]:

@@ -60,6 +60,23 @@ def test_fast_cores_are_preferred_where_we_may_use_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("capacities", "physical"),
+    [
+        ([414] * 4 + [1024] * 4, 4),  # RK3588
+        ([405] * 4 + [870] * 3 + [1024], 4),  # three kinds: the middle one is fast
+        ([1024] * 8, 8),
+        (["?"] * 8, 8),
+        ([1024, "", "", "", 300, "", "", ""], 7),
+    ],
+)
+def test_slow_cores_of_arm_do_not_count(tmp_path: Path, capacities: list[object], physical: int) -> None:
+    for cpu, capacity in enumerate(capacities):
+        write(tmp_path / f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity", f"{capacity}\n")
+    assert linux_cores(set(range(8)), tmp_path) == Cores(physical, 8)
+    assert linux_cores({0, 1}, tmp_path).physical == 2, "the slow ones, where no others are ours"
+
+
+@pytest.mark.parametrize(
     ("cpu_max", "expected"),
     [
         ("max 100000", Cores(8, 8)),
