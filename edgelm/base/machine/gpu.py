@@ -199,7 +199,13 @@ def usable_gpus() -> list[Gpu]:
         part for gpu in gpus for part in parts.get(gpu.uuid, ()) if any(_is_named(part, -1, name) for name in names)
     ]
     whole = [part for gpu in gpus for part in parts.get(gpu.uuid, [gpu])[:1]]
-    return named or [gpu for index, gpu in enumerate(whole) if any(_is_named(gpu, index, name) for name in names)]
+    chosen: list[Gpu] = []
+    for name in names:
+        found = [gpu for index, gpu in enumerate(whole) if _is_named(gpu, index, name)]
+        if not found:
+            break  # CUDA sees none behind an entry that is wrong
+        chosen += found
+    return named or [gpu for gpu in whole if gpu in chosen]
 
 
 def split_used(gpus: Sequence[Gpu], state: CudaState) -> tuple[Gpu | None, list[Gpu]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from edgelm.__main__ import _count_gpus_by_bus
 from edgelm.base.machine import gpu
 from edgelm.base.machine.gpu import (
     CudaState,
@@ -142,13 +143,30 @@ def test_several_gpus_are_not_used() -> None:
     assert StandingGpu("A and B", num_cards=2).is_not_used == "A and B are not used"
 
 
-@pytest.mark.parametrize(("visible", "names"), [(None, "AB"), ("1", "B"), ("GPU-a", "A"), ("", ""), ("1,0", "AB")])
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [(None, "AB"), ("1", "B"), ("GPU-a", "A"), ("", ""), ("1,0", "AB"), ("0,-1,1", "A"), ("7,0", "")],
+)
 def test_only_visible_gpus_are_ours(visible: str | None, names: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "nvidia_gpus", lambda: [Gpu("A", 1, 1, "", "GPU-a1"), Gpu("B", 1, 1, "", "GPU-b2")])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert "".join(one.name for one in usable_gpus()) == names
+
+
+@pytest.mark.parametrize(
+    ("visible", "order"), [("0", "PCI_BUS_ID"), ("1, 0", "PCI_BUS_ID"), ("GPU-a", None), ("", None)]
+)
+def test_gpus_by_number_are_those_of_nvidia_smi(
+    visible: str, order: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's own first is the fastest one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "")  # so that it is as before after this test
+    monkeypatch.delenv("CUDA_DEVICE_ORDER")
+    _count_gpus_by_bus()
+    assert os.environ.get("CUDA_DEVICE_ORDER") == order
 
 
 @pytest.mark.parametrize(
