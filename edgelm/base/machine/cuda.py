@@ -175,7 +175,7 @@ def _unusable(warning: str, torch_version: str, cuda_version: str) -> CudaState:
         # torch from 2.11 on is built for CUDA 13, which needs driver 580.
         hint = f"update the driver{driver_place()} to 580 or newer, or use llama.cpp on the GPU ({other})"
         if major >= 12:
-            hint += f", or keep the driver: {install_command('torch==2.10.*')}"
+            hint += f", or keep the driver: {install_command('torch==2.10.*', other_release=True)}"
         return CudaState(problem, hint, old_driver=True)
     reason = re.split(r"CUDA initialization: |\. |, e\.g\.|\(Triggered", warning)[1].strip() if warning else ""
     if reason:

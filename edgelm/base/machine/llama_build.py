@@ -8,13 +8,15 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+import tomllib
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from edgelm.base.errors import EngineError
+from edgelm.base.machine.cpu import read_text
 
 SUPPORTED = "0.3.36"  # of llama-cpp-python: another release has other structures (packaging/llama/pyproject.toml)
 COMPILED, READY_MADE = "llama-cpp-python", "edgelm-llama"
@@ -93,26 +95,62 @@ def installed_with(prefix: Path) -> Literal["pipx", "uv", ""]:
     return "uv" if {"uv", "tools"} <= {*prefix.parts} or (prefix / "uv-receipt.toml").exists() else ""
 
 
-def install_command(requirement: str, prefix: Path = Path(sys.prefix)) -> str:
-    """Return what to type so that pip installs something beside edgelm."""
-    requirement = shlex.quote(requirement)
+def install_command(requirement: str, prefix: Path = Path(sys.prefix), *, other_release: bool = False) -> str:
+    """Return what to type so that pip installs something beside edgelm, perhaps another release of what is there."""
     tool = installed_with(prefix)
-    if tool == "pipx":
-        return f"type: pipx inject edgelm {requirement}"
     if tool == "uv":
-        return f"type: uv tool install edgelm --with {requirement}"
+        return _uv_command(prefix, requirement)
+    requirement = shlex.quote(requirement)
+    if tool == "pipx":  # `inject` leaves alone what is there
+        return f"type: pipx {'runpip edgelm install' if other_release else 'inject edgelm'} {requirement}"
     return f"type: {shlex.quote(str(prefix / 'bin' / 'python'))} -m pip install {requirement}"
 
 
 def extra_command(extra: str, prefix: Path = Path(sys.prefix)) -> str:
     """Return what to type so that pip installs what an extra of edgelm names, beside edgelm as it is."""
-    requirement = shlex.quote(f"edgelm[{extra}]")
-    tool = installed_with(prefix)
-    if tool == "pipx":  # `inject` leaves the package alone that it is there for
-        return f"type: pipx runpip edgelm install {requirement}"
-    if tool == "uv":
-        return f"type: uv tool install {requirement}"
-    return install_command(f"edgelm[{extra}]", prefix)
+    return install_command(f"edgelm[{extra}]", prefix, other_release=True)
+
+
+def _uv_command(prefix: Path, requirement: str) -> str:
+    """Return what to type to uv, whose `tool install` removes what it does not name.
+
+    So it names all that the receipt has. Where that is from elsewhere, or with options, the command adds only.
+    """
+    python = shlex.quote(str(prefix / "bin" / "python"))
+    try:
+        tool = tomllib.loads(read_text(prefix / "uv-receipt.toml") or "")["tool"]
+        there = [_requirement(entry) for entry in tool["requirements"]]
+    except (KeyError, TypeError, ValueError):
+        tool, there = {"options": "unknown"}, []
+    if tool.get("options") or "" in there:
+        return f"type: uv pip install --python {python} {shlex.quote(requirement)}"
+    parts = {_name(one): one for one in there}
+    own, new = parts.pop("edgelm", "edgelm"), _name(requirement)
+    if new == "edgelm":
+        extras = sorted({*_extras(own), *_extras(requirement)})
+        own = f"edgelm[{','.join(extras)}]"
+    else:
+        parts[new] = requirement
+    return f"type: uv tool install {shlex.quote(own)}" + "".join(
+        f" --with {shlex.quote(one)}" for one in parts.values()
+    )
+
+
+def _requirement(entry: dict[str, Any]) -> str:
+    """Return an entry of uv's receipt as a requirement; empty where it has more than that: a path, an address."""
+    if entry.keys() - {"name", "extras", "specifier"}:
+        return ""
+    extras = f"[{','.join(entry['extras'])}]" if entry.get("extras") else ""
+    return f"{entry['name']}{extras}{entry.get('specifier', '')}"
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
+
+
+def _extras(requirement: str) -> list[str]:
+    found = re.search(r"\[(.*)\]", requirement)
+    return [extra.strip() for extra in found[1].split(",")] if found else []
 
 
 def gpu_library(wheel: GpuWheel, build: InstalledLlama) -> Path | None:

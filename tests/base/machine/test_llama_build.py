@@ -155,7 +155,10 @@ def test_a_backend_for_gpus_is_seen_without_loading_it(
     ("prefix", "command"),
     [
         ("/home/me/.local/share/pipx/venvs/edgelm", "type: pipx runpip edgelm install 'edgelm[cuda]'"),
-        ("/home/me/.local/share/uv/tools/edgelm", "type: uv tool install 'edgelm[cuda]'"),
+        (
+            "/home/me/.local/share/uv/tools/edgelm",
+            "type: uv pip install --python /home/me/.local/share/uv/tools/edgelm/bin/python 'edgelm[cuda]'",
+        ),
         ("/srv/venv", "type: /srv/venv/bin/python -m pip install 'edgelm[cuda]'"),
     ],
 )
@@ -163,16 +166,43 @@ def test_an_extra_is_added_to_the_installation_that_is_there(prefix: str, comman
     assert llama_build.extra_command("cuda", Path(prefix)) == command
 
 
+def test_a_tool_that_keeps_its_environments_elsewhere_is_known_by_its_file(tmp_path: Path) -> None:
+    (tmp_path / "pipx_metadata.json").touch()
+    assert llama_build.extra_command("cuda", tmp_path) == "type: pipx runpip edgelm install 'edgelm[cuda]'"
+    assert llama_build.install_command("ziglang", tmp_path) == "type: pipx inject edgelm ziglang"
+    torch = llama_build.install_command("torch==2.10.*", tmp_path, other_release=True)
+    assert torch == "type: pipx runpip edgelm install 'torch==2.10.*'", "inject leaves alone what is there"
+
+
+RECEIPT = """[tool]
+requirements = [{ name = "edgelm", extras = ["cuda"], specifier = ">=0.6" }, { name = "ziglang" }, { name = "torch" }]
+entrypoints = [{ name = "edgelm", install-path = "/home/me/.local/bin/edgelm" }]
+"""
+
+
 @pytest.mark.parametrize(
-    ("file", "extra", "beside"),
+    ("receipt", "requirement", "command"),
     [
-        ("pipx_metadata.json", "pipx runpip edgelm install 'edgelm[cuda]'", "pipx inject edgelm ziglang"),
-        ("uv-receipt.toml", "uv tool install 'edgelm[cuda]'", "uv tool install edgelm --with ziglang"),
+        (
+            RECEIPT,
+            "edgelm-llama-cuda",
+            "uv tool install 'edgelm[cuda]>=0.6' --with ziglang --with torch --with edgelm-llama-cuda",
+        ),
+        (RECEIPT, "torch==2.10.*", "uv tool install 'edgelm[cuda]>=0.6' --with ziglang --with 'torch==2.10.*'"),
+        (RECEIPT, "edgelm[vulkan]", "uv tool install 'edgelm[cuda,vulkan]' --with ziglang --with torch"),
+        ('[tool]\nrequirements = [{ name = "edgelm" }]', "edgelm[cuda]", "uv tool install 'edgelm[cuda]'"),
+        ('[tool]\nrequirements = [{ name = "edgelm" }]', "ziglang", "uv tool install edgelm --with ziglang"),
+        ('[tool]\nrequirements = [{ name = "edgelm", directory = "/src" }]', "ziglang", ""),
+        (RECEIPT + '[tool.options]\nfind-links = ["dist"]\n', "ziglang", ""),
+        ("", "ziglang", ""),
+        ("[tool", "ziglang", ""),
+        ("[tool]\nrequirements = 5", "ziglang", ""),
     ],
 )
-def test_a_tool_that_keeps_its_environments_elsewhere_is_known_by_its_file(
-    file: str, extra: str, beside: str, tmp_path: Path
+def test_uv_keeps_what_is_there_only_if_it_is_named(
+    receipt: str, requirement: str, command: str, tmp_path: Path
 ) -> None:
-    (tmp_path / file).touch()
-    assert llama_build.extra_command("cuda", tmp_path) == f"type: {extra}"
-    assert llama_build.install_command("ziglang", tmp_path) == f"type: {beside}"
+    """`uv tool install edgelm --with A` removes what an earlier `--with B` added, and extras."""
+    (tmp_path / "uv-receipt.toml").write_text(receipt)
+    adds = f"uv pip install --python {tmp_path}/bin/python {requirement}"
+    assert llama_build.install_command(requirement, tmp_path) == f"type: {command or adds}"
