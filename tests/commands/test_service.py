@@ -83,12 +83,15 @@ def test_a_certificate_of_a_variable_is_not_that_of_the_service(
         "PATH": f"{systemctl.parent}:{os.environ['PATH']}",
         "XDG_CONFIG_HOME": str(tmp_path / "xdg"),
         "EDGELM_TLS_CERT": str(tmp_path / "cert.pem"),
+        "CUDA_VISIBLE_DEVICES": "1",
+        "https_proxy": "http://127.0.0.1:9",
     }
     done = service(environment, "install")
     assert done.returncode == 0, done.stderr
     assert "edgelm listens at http://127.0.0.1" in done.stdout
     note = next(line for line in done.stdout.splitlines() if line.startswith("note: the service does not see"))
-    assert "EDGELM_TLS_CERT" in note
+    for name in ("EDGELM_TLS_CERT", "CUDA_VISIBLE_DEVICES", "https_proxy", "XDG_CONFIG_HOME"):
+        assert name in note
 
 
 def test_without_one_the_status_says_so(server_environment: dict[str, str], tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ Description=edgelm, language models for the programs of this machine
 
 [Socket]
 ListenStream={address}
+FreeBind=yes
 
 [Install]
 WantedBy=sockets.target
