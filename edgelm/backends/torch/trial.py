@@ -87,6 +87,11 @@ def _no_cache(error: BaseException) -> EngineError:
     return DeviceError(f"Triton cannot write its cache: {reason}", f"set TRITON_CACHE_DIR to a folder, {OR_LLAMA}")
 
 
+def _not_loaded(_: BaseException) -> EngineError:
+    message = "Triton cannot load what it compiled: its cache is on a file system without programs (noexec)"
+    return DeviceError(message, f"set TRITON_CACHE_DIR to a folder elsewhere, {OR_LLAMA}")
+
+
 def _missing_program(error: BaseException) -> EngineError:
     name = error.filename if isinstance(error, FileNotFoundError) else ""
     return DeviceError(
@@ -125,6 +130,7 @@ _Cause = tuple[Callable[[BaseException], bool], Callable[[BaseException], Engine
 _CAUSES: tuple[_Cause, ...] = (
     (lambda error: "Failed to find C compiler" in str(error), _no_compiler),
     (lambda error: isinstance(error, subprocess.CalledProcessError), _compiler_failed),
+    (lambda error: isinstance(error, ImportError) and "map segment" in str(error), _not_loaded),
     (lambda error: isinstance(error, PermissionError) or "cache" in str(getattr(error, "filename", "")), _no_cache),
     (lambda error: isinstance(error, FileNotFoundError), _missing_program),
     (lambda error: any(text in str(error) for text in ("gpu-name", "PassManager::run failed")), _unknown_target),

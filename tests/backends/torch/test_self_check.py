@@ -107,6 +107,7 @@ def failures() -> dict[str, str]:
         "sm_130": "cannot compile for",
         "no compiler": "needs a C compiler, and there is none; `sudo apt install build-essential`",
         "no such compiler": "cannot start /nonexistent/cc",
+        "noexec": "cannot load what it compiled",
         "no headers": "Python.h is not there; `sudo apt install python3-dev`",
     }.items(),
 )

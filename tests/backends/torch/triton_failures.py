@@ -41,12 +41,17 @@ def without_headers() -> None:
     build("no_headers")
 
 
+def without_programs() -> None:
+    raise ImportError("cuda_utils.so: failed to map segment from shared object")
+
+
 CASES: dict[str, Callable[[], None]] = {
     "sm_90": lambda: for_target(90),
     "sm_130": lambda: for_target(130),
     "no compiler": lambda: build("no_compiler", PATH="/nonexistent"),
     "no such compiler": lambda: build("no_such", CC="/nonexistent/cc"),
     "no headers": without_headers,
+    "noexec": without_programs,
 }
 
 
