@@ -101,15 +101,7 @@ def expand_home(path: str) -> str:
 def variables_of_a_shell(environment: Mapping[str, str]) -> list[str]:
     """Return the variables that change what edgelm does, and that a service does not see."""
     kept = (*HUB_TOKENS, "EDGELM_HOST", "EDGELM_PORT", "EDGELM_API_KEY_FILE")  # its files have the last three
-    begins = (
-        "EDGELM_",
-        "HF_",
-        "HUGGINGFACE_HUB_",
-        "CUDA_VISIBLE_DEVICES",
-        "TRITON_",
-        "OLLAMA_MODELS",
-        "SSL_CERT_",
-    )
+    begins = ("EDGELM_", "HF_", "HUGGINGFACE_HUB_", "CUDA_VISIBLE_DEVICES", "TRITON_", "OLLAMA_MODELS", "SSL_CERT_")
     folders = (f"XDG_{kind}_HOME" for kind in ("CONFIG", "DATA", "CACHE"))
     proxies = (f"{kind}_PROXY" for kind in ("HTTP", "HTTPS", "ALL", "NO"))
     others = {*folders, *(name for proxy in proxies for name in (proxy, proxy.lower()))}

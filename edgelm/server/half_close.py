@@ -11,10 +11,11 @@ from typing import Any
 import h11
 
 from edgelm.server.protocol import LimitedProtocol
-from edgelm.server.sse import STREAMS_EVENTS
+from edgelm.server.sse import NDJSON, STREAMS_EVENTS
 
 PROBES_S = (0.25, 0.25, 1.5, 6.0, 24.0)  # between the writes that find out; some clients take five interim responses
 COMMENT = b":\n\n"  # of server-sent events
+BLANK = b" "  # before the next line of JSON
 
 
 class HalfCloseProtocol(LimitedProtocol):
@@ -49,7 +50,7 @@ class HalfCloseProtocol(LimitedProtocol):
             self._probe = self.loop.call_later(PROBES_S[num_sent], self._send_probe, num_sent)
 
     def _send_probe(self, num_sent: int) -> None:
-        """Send `100 Continue`, or a comment between two events: clients skip both.
+        """Send `100 Continue`, or what clients skip between two events.
 
         The system of a client that has left answers with a reset. The next write then fails, and the request ends.
         """
@@ -59,7 +60,7 @@ class HalfCloseProtocol(LimitedProtocol):
         if self.conn.our_state is h11.SEND_RESPONSE and self.scope["http_version"] == "1.1":
             probe = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
         elif self.conn.our_state is h11.SEND_BODY and STREAMS_EVENTS in self.scope["state"]:
-            probe = h11.Data(data=COMMENT)
+            probe = h11.Data(data=BLANK if self.scope["state"][STREAMS_EVENTS] == NDJSON else COMMENT)
         if probe is not None and (output := self.conn.send(probe)) is not None:
             self.transport.write(output)
         self._probe_after(num_sent + 1)

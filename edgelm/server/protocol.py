@@ -20,7 +20,9 @@ from edgelm.server.api.errors import ApiError
 from edgelm.server.request_id import REQUEST_ID, new_request_id
 
 HEAD_LIMIT_S = 20.0  # from the first byte of a request to the end of its head
-KEEP_ALIVE_S = 30  # between two requests of a connection, and before its first one
+# Between two requests of a connection, and before its first one. Proxies keep theirs for 60 to 90 s: one that closes
+# first meets no request that is under way.
+KEEP_ALIVE_S = 120
 EVICTION_S = 1.0  # a connection without a request for so long is closed when another needs its place
 FILES_WANTED = 65_536  # open files; the system may allow fewer
 FILES_ON_MACOS = 10_240  # the kernel takes no more there, although it reports no limit
@@ -59,6 +61,9 @@ class LimitedProtocol(H11Protocol):
         self._limit: asyncio.TimerHandle | None = None  # of the time for the head
         self._head_begun = False
         self._refused = False
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing: Java's client asks for HTTP/2 with each request, and takes HTTP/1.1."""
 
     @property
     def idle_s(self) -> float:

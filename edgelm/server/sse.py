@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 MEDIA_TYPE = "text/event-stream"
 NDJSON = "application/x-ndjson"
 EVENT_ENDS = {MEDIA_TYPE: b"\n\n", NDJSON: b"\n"}  # of an event, by media type
-STREAMS_EVENTS = "streams_events"  # in the state of a request: its answer is made of events, in whole ones
+STREAMS_EVENTS = "streams_events"  # in the state of a request: the media type of its answer, which is whole events
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 # Events: a turn of the loop costs half of what an event does, and asyncio logs the sixth write to a closed connection.
@@ -49,7 +49,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._cleanup:
-            scope.setdefault("state", {})[STREAMS_EVENTS] = True
+            scope.setdefault("state", {})[STREAMS_EVENTS] = self.media_type
             await super().__call__(scope, receive, send)
 
     async def _in_turns(self) -> AsyncIterator[bytes]:

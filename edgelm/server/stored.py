@@ -189,7 +189,7 @@ def _trim(connection: sqlite3.Connection, namespace: str, max_bytes: float) -> N
     connection.execute(
         "delete from responses where rowid in (select rowid from (select rowid,"
         " sum(nbytes) over newest as sum_bytes, row_number() over newest as place from responses where namespace = ?"
-        " window newest as (order by created desc, rowid desc)) where sum_bytes > ? or place > ?)",
+        " window newest as (order by rowid desc)) where sum_bytes > ? or place > ?)",
         (namespace, max_bytes, MAX_RESPONSES),
     )
 

@@ -13,9 +13,10 @@ from urllib.parse import urlsplit
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from edgelm.server import half_close
 from edgelm.server.half_close import HalfCloseProtocol
 from edgelm.server.listener import Server, bind_tcp
-from edgelm.server.sse import EventStream
+from edgelm.server.sse import MEDIA_TYPE, NDJSON, EventStream
 from tests.server.harness import ENDLESS, LIMIT_S, Front, body, until
 
 
@@ -111,6 +112,52 @@ async def test_a_client_that_leaves_a_silent_stream_ends_it() -> None:
         await writer.wait_closed()
         server.should_exit = True
         await serving
+
+
+@pytest.mark.parametrize(
+    ("media_type", "first", "last"),
+    [(MEDIA_TYPE, b"data: 1\n\n", b"data: 2\n\n"), (NDJSON, b'{"a": 1}\n', b'{"b": 2}\n')],
+)
+async def test_what_finds_out_is_no_event(
+    monkeypatch: pytest.MonkeyPatch, media_type: str, first: bytes, last: bytes
+) -> None:
+    monkeypatch.setattr(half_close, "PROBES_S", (0.0,) * 3)
+    probed = asyncio.Event()
+    send_probe = HalfCloseProtocol._send_probe
+
+    def note(protocol: HalfCloseProtocol, num_sent: int) -> None:
+        send_probe(protocol, num_sent)
+        if num_sent == 2:
+            probed.set()
+
+    monkeypatch.setattr(HalfCloseProtocol, "_send_probe", note)
+
+    async def events() -> AsyncIterator[bytes]:
+        yield first
+        await probed.wait()
+        yield last
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await EventStream(events(), AsyncExitStack(), media_type)(scope, receive, send)
+
+    listener = bind_tcp("127.0.0.1", 0)
+    server = Server(app, grace_s=1, protocol=HalfCloseProtocol)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    async with asyncio.timeout(LIMIT_S):
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(b"GET / HTTP/1.0\r\nhost: localhost\r\n\r\n")
+        await reader.readuntil(first)
+        writer.write_eof()
+        rest = (await reader.read()).decode()
+        writer.close()
+        server.should_exit = True
+        await serving
+    if media_type == NDJSON:
+        assert [json.loads(line) for line in rest.splitlines()] == [{"b": 2}]
+        assert rest.startswith(" "), "it has found out"
+    else:
+        assert [line for line in rest.splitlines() if line.strip(":")] == ["data: 2"]
+        assert rest.startswith(":\n"), "it has found out"
 
 
 async def test_two_requests_in_one_piece(front: Front) -> None:

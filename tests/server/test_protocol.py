@@ -119,6 +119,15 @@ async def test_only_those_who_know_chunks_get_them(version: str, body: bytes) ->
     assert (b"transfer-encoding: chunked" in head.lower()) is (version == "1.1")
 
 
+async def test_a_wish_for_http_2_is_no_matter(caplog: pytest.LogCaptureFixture) -> None:
+    """Java's client has it in each request."""
+    wish = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n\r\n"
+    async with serving() as port:
+        reader, _ = await port.connect(GET.replace(b"\r\n\r\n", b"\r\n" + wish))
+        assert b"200 OK" in await asyncio.wait_for(reader.readline(), LIMIT_S)
+    assert not caplog.records
+
+
 @pytest.mark.usefixtures("short")
 async def test_a_connection_without_a_request_ends() -> None:
     async with serving() as port:

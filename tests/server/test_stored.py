@@ -6,6 +6,7 @@ import sqlite3
 import stat
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +66,14 @@ def test_the_oldest_go_first(store: ResponseStore, monkeypatch: pytest.MonkeyPat
         store.put("a", response(f"r{index}"), question("q"))
         store.put("b", response(f"r{index}"), question("q"))
     assert [bool(store.get("a", f"r{index}")) for index in range(5)] == [False, False, True, True, True]
+
+
+def test_a_clock_that_is_set_back_deletes_no_new_one(store: ResponseStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "MAX_RESPONSES", 3)
+    for name, created in (("a", 900), ("b", 901), ("c", 902), ("d", 100)):
+        monkeypatch.setattr(stored, "time", SimpleNamespace(time=lambda created=created: created))
+        store.put("me", response(name), question(name))
+    assert [store.get("me", name) is not None for name in "abcd"] == [False, True, True, True]
 
 
 def test_a_key_that_stores_much_loses_its_own(store: ResponseStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,7 @@ class Metrics:
         self._address = address
         self._remotes = remotes or Remotes()
         self._table = table
-        self._started = time.time()
+        self._started = time.monotonic()
         self._requests: Counter[tuple[str, str, int]] = Counter()
         self._models: defaultdict[str, _Model] = defaultdict(_Model)  # by name
         self._gone: WeakSet[EngineSlot] = WeakSet()  # whose numbers are in `_models`
@@ -219,7 +219,7 @@ class Metrics:
             "version": __version__,
             "address": self._address,
             "time": time.monotonic(),
-            "uptime_s": round(time.time() - self._started, 3),
+            "uptime_s": round(time.monotonic() - self._started, 3),
             "requests": self._requests.total(),
             "models": [
                 {
