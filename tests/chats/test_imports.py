@@ -115,6 +115,23 @@ def test_openwebui(store: Store, tmp_path: Path) -> None:
     assert [message.text for message in tree_of(store, old).path()] == ["Old?", "Yes."]
 
 
+def test_answers_of_newer_versions_of_openwebui_are_items(store: Store, tmp_path: Path) -> None:
+    export = openwebui()
+    export["chat"]["history"]["messages"]["b2"] |= {
+        "content": "",
+        "output": [
+            {"type": "reasoning", "content": [{"type": "output_text", "text": "Let me see"}], "summary": None},
+            None,
+            {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": 1}'},
+            {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "rain"}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Yes."}]},
+        ],
+    }
+    assert imported(store, written(tmp_path, [export])) == ["new"]
+    answer = tree_of(store, store.chats()[0]).path()[1]
+    assert (answer.text, answer.reasoning) == ('```\nweather {"city": 1}\n```\n\n```\nrain\n```\n\nYes.', "Let me see")
+
+
 def test_ollama_desktop(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "db.sqlite"
     write_ollama(path)

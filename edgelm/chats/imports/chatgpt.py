@@ -133,7 +133,7 @@ def _piece(node: Mapping[str, Any], find_image: FindImage) -> Said:
         role,
         text=_MARKS.sub("", written),
         reasoning=reasoning,
-        model=text(metadata.get("model_slug")),
+        model=text(metadata.get("model_slug")) or text(metadata.get("default_model_slug")),
         created=seconds(message.get("create_time")),
         state="stopped" if text(message.get("status")) in _UNFINISHED else "done",
         attachments=attachments,

@@ -96,7 +96,7 @@ def _said(node: Mapping[str, Any]) -> Said:
     written, attachments = content_of(node.get("content"))
     reasoning = ""
     if role == "assistant":
-        written, reasoning = _without_details(written)
+        written, reasoning = _without_details(written) if written.strip() else _output(node.get("output"))
     error = node.get("error")
     state: State = "stopped" if node.get("done") is False else "done"
     note = ""
@@ -107,6 +107,27 @@ def _said(node: Mapping[str, Any]) -> Said:
         created=seconds(node.get("timestamp")), state=state, note=note,
         attachments=attachments + _files(node.get("files")),
     )  # fmt: skip
+
+
+def _output(value: object) -> tuple[str, str]:
+    """Return the text and the thoughts of the items in which newer versions keep an answer, whose text is empty."""
+    written = reasoning = ""
+    results = {
+        text(item.get("call_id")): content_of(item.get("output"))[0]
+        for item in map(table, items(value))
+        if text(item.get("type")) == "function_call_output"
+    }
+    for item in map(table, items(value)):
+        kind = text(item.get("type"))
+        if kind == "message":
+            written = joined(written, content_of(item.get("content"))[0])
+        elif kind == "reasoning":
+            thought = content_of(item.get("content"))[0] or content_of(item.get("summary"))[0]
+            reasoning = joined(reasoning, thought)
+        elif kind == "function_call":
+            result = results.get(text(item.get("call_id")), "")
+            written = joined(written, tool_text(text(item.get("name")), text(item.get("arguments")), result))
+    return written.strip(), reasoning.strip()
 
 
 def _files(value: object) -> tuple[Attachment, ...]:
