@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, AsyncExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,6 +28,12 @@ LIST_S = 20.0
 STUCK_S = 2.0  # for the list of a server whose last call did not end; then it is started again
 MAX_PAGES = 50
 CLOSE_S = 8.0
+NOT_FOUND = 404
+REFUSALS = {  # by the status of HTTP
+    401: "it refuses us (HTTP 401): give its key as `headers` in its table of config.toml",
+    403: "it refuses us (HTTP 403): see `headers` in its table of config.toml",
+    405: "it takes no messages there (HTTP 405): give the address of its streamable HTTP, often /mcp and not /sse",
+}
 
 State = Literal["not started", "starting", "ready", "failed"]
 
@@ -48,6 +54,8 @@ class Connection:
         self._ready: asyncio.Future[Client] | None = None
         self._leave = asyncio.Event()
         self._maybe_stuck = False  # in a call that did not end
+        self._status = 0  # of the last answer over HTTP
+        self._has_lost = False  # its session: the server has started again
 
     async def list_tools(self) -> Listing:
         """Return the tools that the server has now; start it first. Raises ToolError."""
@@ -58,27 +66,24 @@ class Connection:
             await self.close()
         return await self._list(LIST_S)
 
-    async def _list(self, limit_s: float) -> Listing:
+    async def _list(self, limit_s: float, *, again: bool = True) -> Listing:
         client = await self._connected()
-        tools: list[Any] = []
         try:
             with self._explained(limit_s):
                 async with asyncio.timeout(limit_s):
-                    cursor: str | None = None
-                    for _ in range(MAX_PAGES):
-                        page = await client.list_tools(cursor=cursor)
-                        tools += page.tools
-                        cursor = page.next_cursor
-                        if not cursor:
-                            break
+                    tools = await _tools_of(client)
         except ToolError as error:  # a server without a list is of no use, and may be stuck
-            self.state, self.error = "failed", str(error)
             self._leave.set()
+            if again and self._has_lost:
+                return await self._list(limit_s, again=False)
+            self.state, self.error = "failed", str(error)
             raise
         self.listing = make_listing(self.server, tools)
         return self.listing
 
-    async def call(self, tool: str, arguments: Mapping[str, Any], max_chars: int = MAX_CHARS) -> Result:
+    async def call(
+        self, tool: str, arguments: Mapping[str, Any], max_chars: int = MAX_CHARS, *, again: bool = True
+    ) -> Result:
         """Call a tool. What fails is a result, too: the model may do something else."""
         try:
             client = await self._connected()
@@ -95,8 +100,10 @@ class Connection:
             raise
         except ToolError as error:
             self._maybe_stuck = error.silent
-            if error.broken:
+            if error.broken or self._has_lost:
                 self._leave.set()
+            if again and self._has_lost:  # then nothing has run
+                return await self.call(tool, arguments, max_chars, again=False)
             return Result(str(error), failed=True)
         return Result(result_text(result.content, result.structured_content, max_chars), failed=result.is_error)
 
@@ -104,13 +111,14 @@ class Connection:
         """Return the prompts and resources that the server has now; start it first. Raises ToolError."""
         client = await self._connected()
         can = client.server_capabilities
-        prompts = resources = []
+        prompts: list[Any] = []
+        resources: list[Any] = []
         with self._explained(LIST_S):
             async with asyncio.timeout(LIST_S):
                 if can.prompts is not None:
-                    prompts = (await client.list_prompts()).prompts
+                    prompts = await _pages(client.list_prompts, "prompts")
                 if can.resources is not None:
-                    resources = (await client.list_resources()).resources
+                    resources = await _pages(client.list_resources, "resources")
         self.offers = make_offers(prompts, resources)
         return self.offers
 
@@ -140,7 +148,7 @@ class Connection:
         if self._task is not None and self._leave.is_set():
             await asyncio.wait((self._task,))
         if self._task is None or self._task.done():
-            self.state, self.error = "starting", ""
+            self.state, self.error, self._has_lost = "starting", "", False
             self._leave.clear()
             self._ready = asyncio.get_running_loop().create_future()
             self._task = asyncio.create_task(self._run(self._ready))
@@ -178,7 +186,7 @@ class Connection:
         else:
             from edgelm.chats.tools.web import web_streams
 
-            transport = web_streams(server)
+            transport = web_streams(server, self._note_status)
         info = Implementation(name="edgelm", version="1")
         start_s = max(START_S, server.timeout_s)
         try:
@@ -209,8 +217,43 @@ class Connection:
             for wait in waits:
                 wait.cancel()
 
+    def _note_status(self, status: int, of_session: bool) -> None:
+        self._status = status
+        self._has_lost |= status == NOT_FOUND and of_session  # the specification: begin a new one
+
     def _explained(self, seconds: float) -> AbstractContextManager[None]:
-        return explained(self.server.name, seconds, lambda: self._process.reason if self._process else "")
+        return explained(self.server.name, seconds, self._reason)
+
+    def _reason(self) -> str:
+        if self._process is not None:
+            return self._process.reason
+        return REFUSALS.get(self._status, "")
+
+
+async def _tools_of(client: Client) -> list[Any]:
+    """Return the tools of a server, none of one that has prompts or resources only."""
+    from mcp.shared.exceptions import MCPError
+    from mcp.types import METHOD_NOT_FOUND
+
+    try:
+        return await _pages(client.list_tools, "tools")
+    except MCPError as error:
+        if error.code == METHOD_NOT_FOUND and client.server_capabilities.tools is None:
+            return []
+        raise
+
+
+async def _pages(ask: Callable[..., Awaitable[Any]], name: str) -> list[Any]:
+    """Return the entries of all pages of a list."""
+    entries: list[Any] = []
+    cursor: str | None = None
+    for _ in range(MAX_PAGES):
+        page = await ask(cursor=cursor)
+        entries += getattr(page, name)
+        cursor = page.next_cursor
+        if not cursor:
+            break
+    return entries
 
 
 def load_mcp() -> None:

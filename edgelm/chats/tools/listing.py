@@ -21,6 +21,7 @@ MAX_DESCRIPTION = 2_000  # characters
 MAX_NAME = 128
 MAX_OFFERS = 200  # prompts and resources of a server
 MAX_DEPTH = 40
+PROBLEM = "x-edgelm-problem"  # in a schema: why it is not used
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,44 @@ def make_listing(server: ToolServer, tools: Iterable[Any]) -> Listing:
     return Listing(tuple(kept.values()), tuple(notes))
 
 
+def mend_result(result: object) -> None:
+    """Make a server's result one that mcp takes, which refuses all tools for one that is odd.
+
+    A schema that cannot be used stands as PROBLEM in its tool. What is not used here goes.
+    """
+    if not isinstance(result, dict):
+        return
+    if "structuredContent" in result and not isinstance(result.get("content"), list):
+        result["content"] = []
+    if isinstance(tools := result.get("tools"), list):
+        result["tools"] = [_mended(tool) for tool in tools if isinstance(tool, dict)]
+
+
+def _mended(tool: dict[str, Any]) -> dict[str, Any]:
+    hints = tool.get("annotations")
+    hints = {name: value for name, value in hints.items() if value is True} if isinstance(hints, dict) else {}
+    texts = {name: tool[name] for name in ("description", "title") if isinstance(tool.get(name), str)}
+    name = tool.get("name")
+    mended = {"name": name if isinstance(name, str) else "", **texts, "inputSchema": _object(tool.get("inputSchema"))}
+    return {**mended, "annotations": hints} if hints else mended
+
+
+def _object(schema: object) -> dict[str, Any]:
+    """Return the schema of a tool's arguments as that of an object, which it is where it does not say so."""
+    if schema is None:
+        return {"type": "object"}
+    kind = schema.get("type", "object") if isinstance(schema, dict) else type(schema).__name__
+    if not isinstance(schema, dict) or (kind != "object" and not (isinstance(kind, list) and "object" in kind)):
+        return {"type": "object", PROBLEM: f"the schema of its arguments is of type {kind!r}"[:200]}
+    mended = {**schema, "type": "object"}
+    if "properties" in mended:
+        properties = mended["properties"] if isinstance(mended["properties"], dict) else {}
+        mended["properties"] = {name: one for name, one in properties.items() if isinstance(one, dict | bool)}
+    if not isinstance(mended.get("required", []), list):
+        del mended["required"]
+    return mended
+
+
 def _make(server: ToolServer, tool: Any) -> Tool:
     description = tool.description or ""
     bound = json.dumps([server.transport, tool.name, description, tool.input_schema], sort_keys=True)
@@ -114,6 +153,8 @@ def _make(server: ToolServer, tool: Any) -> Tool:
 
 def _schema_problem(schema: Mapping[str, Any]) -> str:
     """Return why the schema of a tool's arguments cannot be used; empty: it can."""
+    if PROBLEM in schema:
+        return str(schema[PROBLEM])
     if _depth(schema) > MAX_DEPTH:
         return "the schema of its arguments is nested too deeply"
     length = len(json.dumps(schema))

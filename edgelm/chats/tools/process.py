@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgelm.chats.tools.failures import ToolError
+from edgelm.chats.tools.listing import mend_result
 from edgelm.chats.tools.settings import ToolServer
 
 if TYPE_CHECKING:
@@ -195,13 +196,14 @@ class ServerProcess:
         except ValueError:
             self._num_wrong += 1
             return
+        mend_result(getattr(message.message, "result", None))
         with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
             await messages.send(message)
 
     async def _write(self, child: _Child, messages: MemoryObjectReceiveStream[Any]) -> None:
         with suppress(OSError):
             async for message in messages:
-                self._unasked = 0
+                self._unasked = self._num_wrong = 0
                 text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
                 child.stdin.write(text.encode("utf-8", "replace") + b"\n")
                 await child.stdin.drain()

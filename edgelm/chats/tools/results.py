@@ -43,7 +43,7 @@ def cut(text: str, max_chars: int) -> str:
 def result_text(blocks: Iterable[Any], structured: object, max_chars: int) -> str:
     """Return the texts of a result; what is no text is named."""
     texts = list(map(_block_text, blocks))
-    if not texts and structured is not None:
+    if structured is not None and not any(text.strip() for text in texts):
         texts = [json.dumps(structured, ensure_ascii=False)]
     return cut(plain_text("\n".join(texts)), max_chars) or "(the tool returned nothing)"
 
@@ -63,4 +63,6 @@ def _block_text(block: Any) -> str:
     if block.type in ("image", "audio"):
         return f"[{block.type} {block.mime_type}, {len(block.data) * 3 // 4:,} bytes: not shown to the model]"
     uri = block.uri if block.type == "resource_link" else block.resource.uri
+    if block.type == "resource" and isinstance(getattr(block.resource, "text", None), str):
+        return f"{uri}:\n{block.resource.text}"
     return f"[resource {uri}: not shown to the model]"

@@ -1,8 +1,8 @@
 """A small MCP server for tests, without the package: it starts at once, and misbehaves on request.
 
 `python server.py [WORD …]`: `mute` answers nothing, `greets` prints no MCP first, `floods` writes without end,
-`wrong` lists a tool that is not valid, `offers` has prompts and resources, `old` ends at a first
-message that is not `initialize`.
+`wrong` lists no list, `odd` lists tools that are not valid, `offers` has prompts and resources, `pages` has them one
+a page and no tools, `old` ends at a first message that is not `initialize`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,23 @@ def tools() -> list[dict[str, Any]]:
         tool("picture", "Return a picture"),
         tool("escapes", "Return sequences for a terminal"),
         tool("fail", "Fail"),
-        *([tool("list", "No object", {"type": "array"})] if "wrong" in WORDS else []),
+        *(odd_tools() if "odd" in WORDS else []),
         tool("huge", "Too large", huge),
+    ]
+
+
+def odd_tools() -> list[Any]:
+    good = {"type": "object", "properties": {"a": {"type": "string"}}}
+    return [
+        {"name": "no schema"},
+        {"name": "null", "inputSchema": None, "description": None},
+        tool("any", "", {"anyOf": [good]}),
+        tool("maybe", "", {**good, "type": ["object", "null"]}),
+        tool("inside", "", {"type": "object", "properties": {"a": {"type": "string"}, "required": ["a"]}}),
+        tool("others", "", good, outputSchema="x", annotations="y", icons=[{"sizes": 5}]),
+        tool("list", "No object", {"type": "array"}),
+        {"inputSchema": good},
+        "no tool",
     ]
 
 
@@ -56,7 +71,15 @@ def call(name: str, arguments: dict[str, Any]) -> Any:
         "escapes": "\x1b[31mred\x1b[0m \x1b]52;c;aGFja2Vk\x07clip\x1b]0;title\x1b\\ \x9b2Jcleared\x07",
         "fail": "no such thing",
     }
-    content = [{"type": "text", "text": texts.get(name, "")}]
+    if name == "structured":  # and no content
+        return {"structuredContent": {"answer": 42}}
+    content: list[dict[str, Any]] = [{"type": "text", "text": texts.get(name, "")}]
+    if name == "blank":
+        return {"content": content, "structuredContent": {"answer": 43}}
+    if name == "embedded":
+        content = [{"type": "resource", "resource": {"uri": "repo://README.md", "text": "# Read me"}}]
+    if name == "noise":
+        print("a line that is no message\n" * 60)
     if name == "picture":
         content = [{"type": "image", "data": "AAAA", "mimeType": "image/png"}]
     return {"content": content, "isError": name == "fail"}
@@ -76,15 +99,27 @@ def reply(request: dict[str, Any]) -> Any:
     if method == "initialize":
         return {
             "protocolVersion": params["protocolVersion"],
-            "capabilities": {"tools": {}, **({"prompts": {}, "resources": {}} if "offers" in WORDS else {})},
+            "capabilities": {
+                **({} if "pages" in WORDS else {"tools": {}}),
+                **({"prompts": {}, "resources": {}} if {"offers", "pages"} & {*WORDS} else {}),
+            },
             "serverInfo": {"name": "small", "version": "1"},
         }
     if method == "tools/list":
         listed = tools()
+        if "wrong" in WORDS:
+            return {"tools": 5}
+        if "pages" in WORDS:
+            return None
         cursor = params.get("cursor")  # two pages
         return {"tools": listed[6:]} if cursor else {"tools": listed[:6], "nextCursor": "more"}
-    if "offers" in WORDS and method in OFFERED:
-        return OFFERED[method](params)
+    if {"offers", "pages"} & {*WORDS} and method in OFFERED:
+        offered = OFFERED[method](params)
+        if "pages" in WORDS and (name := method.partition("/")[0]) in offered:  # each entry on a page of its own
+            at = int(params.get("cursor", "0"))
+            more = {"nextCursor": str(at + 1)} if at + 1 < len(offered[name]) else {}
+            return {name: offered[name][at : at + 1], **more}
+        return offered
     return call(params["name"], params.get("arguments", {})) if method == "tools/call" else None
 
 

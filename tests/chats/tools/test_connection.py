@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -50,6 +51,32 @@ async def test_the_tools_of_all_pages_are_listed_and_those_that_cannot_be_used_a
     assert "fail" in [tool.name for tool in listing.tools]
     assert [note.partition(":")[0] for note in listing.notes] == ["huge is left out"]
     assert listing.tools[0].claims == "it only reads"
+
+
+async def test_one_odd_tool_takes_no_other_with_it(connect: Connect) -> None:
+    listing = await connect("odd").list_tools()
+    schemas = {tool.name: tool.schema for tool in listing.tools}
+    good = {"type": "object", "properties": {"a": {"type": "string"}}}
+    assert schemas["no schema"] == schemas["null"] == {"type": "object"}
+    assert schemas["maybe"] == schemas["inside"] == schemas["others"] == good
+    assert schemas["any"] == {"anyOf": [good], "type": "object"}
+    assert "echo" in schemas
+    notes = [note.partition(":")[0] for note in listing.notes]
+    assert notes == ["list is left out", "'' is left out", "huge is left out"]
+
+
+async def test_what_is_sent_beside_or_in_place_of_a_text_reaches_the_model(connect: Connect) -> None:
+    connection = connect()
+    assert await connection.call("structured", {}) == process_result('{"answer": 42}')
+    assert await connection.call("blank", {}) == process_result('{"answer": 43}')
+    assert await connection.call("embedded", {}) == process_result("repo://README.md:\n# Read me")
+
+
+async def test_a_server_may_print_a_little_at_each_call(connect: Connect) -> None:
+    connection = connect()
+    for _ in range(5):  # more than MAX_WRONG_LINES together
+        assert not (await connection.call("noise", {})).failed
+    assert (connection.state, await connection.call("echo", {"text": "x"})) == ("ready", process_result("x"))
 
 
 async def test_results_of_calls_as_texts(connect: Connect) -> None:
@@ -140,7 +167,7 @@ async def test_servers_that_do_not_start(connect: Connect, monkeypatch: pytest.M
     for connection, words in (
         (connect("mute", timeout_s=0.3), "small does not answer"),
         (connect("floods"), "16 MiB"),
-        (connect("wrong"), r"small sent what is not MCP: tools.3.inputSchema.type: Input should be 'object'"),
+        (connect("wrong"), r"small sent what is not MCP: tools: Input should be a valid list"),
         (connect(command="/nowhere/server"), "/nowhere/server: No such file or directory"),
         (connect(command="true"), "small: it ended with exit code 0"),
         (connect(command="", url="http://127.0.0.1:9/mcp"), "small cannot be reached"),
@@ -169,8 +196,9 @@ async def test_no_process_is_left_behind(connect: Connect, monkeypatch: pytest.M
         assert not is_running(pid)
 
 
-async def test_a_server_over_http_gets_the_headers_of_its_table(connect: Connect) -> None:
-    seen: list[dict[str, str]] = []
+@contextlib.asynccontextmanager
+async def web_server(seen: list[dict[str, str]], sessions: set[str] | None = None) -> AsyncIterator[str]:
+    """Give the address of a server over HTTP, which knows these sessions; None: it has none. `seen` gets headers."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(asyncio.IncompleteReadError, ConnectionError):
@@ -180,7 +208,7 @@ async def test_a_server_over_http_gets_the_headers_of_its_table(connect: Connect
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 request = json.loads(body) if body else {}
                 seen.append(headers)
-                status, reply = 202, b""
+                status, reply, more = 202, b"", ""
                 if "id" in request:
                     name = request.get("params", {}).get("name", "")
                     results = {
@@ -196,21 +224,46 @@ async def test_a_server_over_http_gets_the_headers_of_its_table(connect: Connect
                     }
                     result = results.get(request["method"])
                     outcome = {"result": result} if result else {"error": {"code": -32601, "message": "no"}}
-                    status, reply = 200, json.dumps({"jsonrpc": "2.0", "id": request["id"], **outcome}).encode()
-                kind = "Content-Type: application/json\r\n" if reply else ""
+                    status, more = 200, ""
+                    if sessions is not None and request["method"] == "initialize":
+                        sessions.add(f"session-{len(seen)}")
+                        more = f"Mcp-Session-Id: session-{len(seen)}\r\n"
+                    elif sessions is not None and headers.get("mcp-session-id", "") not in sessions:
+                        status, outcome = 404, {"error": {"code": -32600, "message": "Session not found"}}
+                    reply = json.dumps({"jsonrpc": "2.0", "id": request["id"], **outcome}).encode()
+                kind = f"Content-Type: application/json\r\n{more}" if reply else ""
                 writer.write(f"HTTP/1.1 {status} OK\r\n{kind}Content-Length: {len(reply)}\r\n\r\n".encode() + reply)
         writer.close()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/mcp"
-    connection = connect(command="", args=(), url=url, headers={"Authorization": "Bearer of-it"}, timeout_s=20.0)
-    assert [tool.name for tool in (await connection.list_tools()).tools] == ["echo"]
-    assert await connection.call("echo", {}) == process_result("xxx")
-    assert (await connection.call("long", {})).failed
-    await connection.close()
+    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/mcp"
     server.close()
+
+
+async def test_a_server_over_http_gets_the_headers_of_its_table(connect: Connect) -> None:
+    seen: list[dict[str, str]] = []
+    async with web_server(seen) as url:
+        connection = connect(command="", args=(), url=url, headers={"Authorization": "Bearer of-it"}, timeout_s=20.0)
+        assert [tool.name for tool in (await connection.list_tools()).tools] == ["echo"]
+        assert await connection.call("echo", {}) == process_result("xxx")
+        assert (await connection.call("long", {})).failed
+        await connection.close()
     assert {headers["authorization"] for headers in seen} == {"bearer of-it"}
     assert not any("secret" in value for headers in seen for value in headers.values())
+
+
+async def test_a_session_that_ended_begins_again(connect: Connect) -> None:
+    """The server was started again, and knows nothing of it: nothing that was asked has run."""
+    sessions: set[str] = set()
+    async with web_server([], sessions) as url:
+        connection = connect(command="", args=(), url=url, timeout_s=20.0)
+        assert (await connection.list_tools()).tools
+        sessions.clear()
+        assert (await connection.list_tools()).tools
+        sessions.clear()
+        assert await connection.call("echo", {}) == process_result("xxx")
+        assert connection.state == "ready"
+        await connection.close()
 
 
 def is_running(pid: int) -> bool:
@@ -228,6 +281,19 @@ async def test_closing_does_not_wait_for_a_call(connect: Connect) -> None:
     await connection.close()
     assert time.monotonic() - started < 10
     assert (await asyncio.wait_for(hanging, 10)).failed
+
+
+async def test_a_server_without_tools_has_prompts_and_resources_of_all_pages(connect: Connect) -> None:
+    connection = connect("pages")
+    assert (await connection.list_tools()).tools == ()
+    assert [offer.name for offer in await connection.list_offers()] == [
+        "greet",
+        "quit",
+        "summarize",
+        "photo",
+        "the_notes",
+    ]
+    assert connection.state == "ready"
 
 
 async def test_prompts_and_resources_of_a_server(connect: Connect) -> None:
