@@ -32,6 +32,10 @@ SEND_ALL = "(/whole sends all) "
 HINT = "  Ctrl+T shows it"
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+# Colours and the like (CSI), links and titles (OSC), and a choice of characters: whole ones only.
+_SEQUENCE = re.compile(
+    "(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\\]|\x9d)[^\x07\x1b\x9c\r\n]*(?:\x07|\x1b\\\\|\x9c)|\x1b[()][0-2AB]"
+)
 
 
 @dataclass(slots=True)
@@ -62,6 +66,14 @@ def text_width(width: int) -> int:
 def clean(text: str) -> str:
     """Replace characters that move the terminal's cursor or write to its clipboard; tabs become spaces."""
     return _CONTROL.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n").expandtabs(4))
+
+
+def clean_text(text: str) -> str:
+    """Return a text for a field in which it is edited: without escape sequences, other control characters replaced.
+
+    It keeps its tabs; its lines end with newlines.
+    """
+    return _CONTROL.sub("\ufffd", _SEQUENCE.sub("", text).replace("\r\n", "\n").replace("\r", "\n"))
 
 
 def short_name(model: str) -> str:

@@ -10,7 +10,7 @@ from textual._compositor import LayoutUpdate
 from textual._xterm_parser import XTermParser
 from textual.drivers.linux_driver import LinuxDriver
 
-from edgelm.tui.terminal_input import InputParser, TerminalAnswer
+from edgelm.tui.terminal_input import PASTE, PASTED, InputParser, TerminalAnswer
 from tests.tui.conftest import Open
 
 
@@ -108,6 +108,36 @@ def test_newlines_in_a_paste_stay_in_their_place(newline: str, step: int) -> Non
     data = f"one{newline}two{newline}{newline}three\x1b[201~y"
     reads = [data[i : i + step] for i in range(0, len(data), step)]
     assert read("x\x1b[200~", *reads) == ["x", "[one\ntwo\n\nthree]", "y"]
+
+
+PASTES = (
+    ("\x1b[31merror\x1b[0m\r!touch x\rthe rest of a log, which is longer", "error\n!touch x\nthe rest of a log, which is longer"),
+    ("\x1b]8;;http://x/\x1b\\link\x1b]8;;\x1b\\ \x1b]0;title\x07\x1b(Bend", "link end"),
+    ("\x1b]52;c;QUJD\r!touch x\r", "�]52;c;QUJD\n!touch x\n"),
+    ("a\x1bb\x1b", "a�b�"),
+    ("a\x1b\x1b[A\rb", "a�\nb"),
+    ("\x1bOA\x1b[M###\x1b", "�OA###�"),
+    ("a\x1b[201\rb\x1b[2", "a�[201\nb�[2"),
+    ("a\x1b[200~b\x9b201~\r\x8fA\x08\x7f\x03", "ab\n�A���"),
+    ("tab\there\r\nline\x0c\x85", "tab\there\nline��"),
+)
+
+
+@pytest.mark.parametrize(("pasted", "text"), PASTES)
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
+def test_nothing_in_a_paste_is_a_key(pasted: str, text: str, step: int, clock: list[float]) -> None:
+    data = f"x\x1b[200~{pasted}\x1b[201~y"
+    assert read(*(data[i : i + step] for i in range(0, len(data), step))) == ["x", f"[{text}]", "y"]
+
+
+@pytest.mark.parametrize("cut", range(1, len(PASTE)))
+def test_a_paste_begins_in_two_reads(cut: int, clock: list[float]) -> None:
+    parser = InputParser()
+    found = [*parser.feed(PASTE[:cut])]
+    clock[0] += 0.2  # Textual reads an ESC as the key
+    found += [*parser.tick(), *parser.feed(f"{PASTE[cut:]}a\rb{PASTED}")]
+    assert [event.text for event in found if isinstance(event, events.Paste)] == ["a\nb"]
+    assert set(keys(found)) <= {"escape"}
 
 
 async def test_all_is_drawn_again_after_fg(open_chat: Open, monkeypatch: pytest.MonkeyPatch) -> None:
