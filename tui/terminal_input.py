@@ -7,7 +7,9 @@ paste as keys: Enter among them would send a message. So a paste is held until i
 from __future__ import annotations
 
 import re
+from codecs import IncrementalDecoder, getincrementaldecoder
 from collections.abc import Iterable
+from functools import partial
 
 from textual import events
 from textual._time import get_time
@@ -131,5 +133,10 @@ class InputParser(XTermParser):
 
 
 def install() -> None:
-    """Let Textual read the terminal with this parser."""
+    """Let Textual read the terminal with this parser, and replace what is not UTF-8: a mouse may send such bytes."""
     linux_driver.XTermParser = InputParser  # type: ignore[attr-defined]  # its reader has no other place for one
+    linux_driver.getincrementaldecoder = _lenient_decoder  # type: ignore[attr-defined]
+
+
+def _lenient_decoder(encoding: str) -> partial[IncrementalDecoder]:
+    return partial(getincrementaldecoder(encoding), errors="replace")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from types import SimpleNamespace
 
 import pytest
 from textual import events
@@ -138,6 +140,20 @@ def test_a_paste_begins_in_two_reads(cut: int, clock: list[float]) -> None:
     found += [*parser.tick(), *parser.feed(f"{PASTE[cut:]}a\rb{PASTED}")]
     assert [event.text for event in found if isinstance(event, events.Paste)] == ["a\nb"]
     assert set(keys(found)) <= {"escape"}
+
+
+def test_bytes_that_are_not_utf_8_do_not_end_the_chat() -> None:
+    """Such a byte may be part of a report of the mouse in its oldest form; that types nothing."""
+    found: list[object] = []
+    reader, writer = os.pipe()
+    os.write(writer, b"a\xff\x1b[M\x43\x84(b\x1b[M\x20\xf0\xf0c\xe2\x82z")
+    os.close(writer)
+    ended = SimpleNamespace(is_set=iter((False, True)).__next__)  # after one read
+    driver = SimpleNamespace(fileno=reader, exit_event=ended, _debug=False, process_message=found.append)
+    LinuxDriver.run_input_thread(driver)  # type: ignore[arg-type]  # what it uses of a driver
+    os.close(reader)
+    typed = [event.character for event in found if isinstance(event, events.Key)]
+    assert typed == ["a", "\ufffd", "b", "c", "\ufffd", "z"]
 
 
 async def test_all_is_drawn_again_after_fg(open_chat: Open, monkeypatch: pytest.MonkeyPatch) -> None:
