@@ -15,6 +15,7 @@ from textual import events
 from textual._time import get_time
 from textual._xterm_parser import XTermParser
 from textual.drivers import linux_driver
+from textual.keys import Keys
 from textual.message import Message
 
 from edgelm.tui.lines import clean_text
@@ -33,6 +34,9 @@ _BEGUN = re.compile(
 # Enter and Ctrl+J or Ctrl+M as CSI u, or as xterm's modifyOtherKeys.
 _NEWLINE = re.compile(r"\x1b\[(?:(?:1[03](?:;[\d:]+)?|10[69];5(?::\d)?)u|27;\d+;(?:1[03]|10[69])~)")
 _PART = re.compile(r"\x1b(?:\[(?:20?)?|\[201)?\Z")  # of PASTED, at the end of a read
+# A key as CSI u: its code, with Shift, that of the layout of the United States in its place; modifiers, text.
+_KEY = re.compile(r"\x1b\[(\d+)(?::\d*(?::(\d+))?)?((?:;(\d*))?[\d:;]*u)")
+_SHORTCUT_BITS = 0b111110  # of its modifiers: all but Shift, Caps Lock and Num Lock
 _NOTHING = "[?9999;0$y"  # behind an ESC that Textual has: a report about a mode that nothing asked for
 
 
@@ -85,7 +89,11 @@ class InputParser(XTermParser):
 
     def _sequence_to_key_events(self, sequence: str, alt: bool = False) -> Iterable[events.Key]:
         """Name an Alt also before punctuation and Enter: it may be Esc and the next key in one read."""
-        for event in super()._sequence_to_key_events(sequence, alt):
+        try:
+            found = [*super()._sequence_to_key_events(_KEY.sub(_without_alternates, sequence), alt)]
+        except (ValueError, OverflowError):  # Textual cannot read the numbers of the key
+            found = [events.Key(Keys.Ignore, sequence)]
+        for event in found:
             name = "enter" if sequence == "\x1b\r" else event.key
             if (alt or name != event.key) and not name.startswith("alt+"):
                 event = events.Key(f"alt+{name}", event.character)
@@ -133,9 +141,21 @@ class InputParser(XTermParser):
 
 
 def install() -> None:
-    """Let Textual read the terminal with this parser, and replace what is not UTF-8: a mouse may send such bytes."""
+    """Let Textual read the terminal with this parser, and replace what is not UTF-8: a mouse may send such bytes.
+
+    In kitty's protocol, keys also tell what they are in the layout of the United States.
+    """
     linux_driver.XTermParser = InputParser  # type: ignore[attr-defined]  # its reader has no other place for one
     linux_driver.getincrementaldecoder = _lenient_decoder  # type: ignore[attr-defined]
+    linux_driver.KITTY_DISAMBIGUATE_ESCAPE_CODES |= linux_driver.KITTY_REPORT_ALTERNATE_KEYS  # type: ignore[misc]
+
+
+def _without_alternates(key: re.Match[str]) -> str:
+    """Return a key without its other codes. Where it is a shortcut in another script, it is the key at that place."""
+    code, base, rest, modifiers = key.groups()
+    if base and int(code) > 127 and (int(modifiers or 1) - 1) & _SHORTCUT_BITS:
+        code = base
+    return f"\x1b[{code}{rest}"
 
 
 def _lenient_decoder(encoding: str) -> partial[IncrementalDecoder]:

@@ -10,6 +10,7 @@ import pytest
 from textual import events
 from textual._compositor import LayoutUpdate
 from textual._xterm_parser import XTermParser
+from textual.drivers import linux_driver
 from textual.drivers.linux_driver import LinuxDriver
 
 from edgelm.tui.terminal_input import PASTE, PASTED, InputParser, TerminalAnswer
@@ -140,6 +141,36 @@ def test_a_paste_begins_in_two_reads(cut: int, clock: list[float]) -> None:
     found += [*parser.tick(), *parser.feed(f"{PASTE[cut:]}a\rb{PASTED}")]
     assert [event.text for event in found if isinstance(event, events.Paste)] == ["a\nb"]
     assert set(keys(found)) <= {"escape"}
+
+
+@pytest.mark.parametrize(
+    ("sequence", "key", "character"),
+    [
+        ("\x1b[1089::99;5u", "ctrl+c", None),  # Russian
+        ("\x1b[1089:1057:99;6u", "ctrl+shift+c", None),
+        ("\x1b[1084::118;69u", "ctrl+v", None),  # with Caps Lock
+        ("\x1b[959::111;5u", "ctrl+o", None),  # Greek
+        ("\x1b[1079::112;3u", "alt+p", None),
+        ("\x1b[1092::97;;1092u", "ф", "ф"),
+        ("\x1b[1092:1060:97;2;1060u", "Ф", "Ф"),
+        ("\x1b[97:65;2;65u", "A", "A"),
+        ("\x1b[97::113;5u", "ctrl+a", None),  # French: it is the user's own layout
+        ("\x1b[99;5u", "ctrl+c", None),
+        ("\x1b[13;2u", "shift+enter", None),
+        ("\x1b[57414;129u", "enter", None),
+    ],
+)
+def test_keys_of_other_keyboard_layouts(sequence: str, key: str, character: str | None) -> None:
+    assert [(event.key, event.character) for event in InputParser().feed(sequence)] == [(key, character)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("sequence", ["\x1b[97;5:1u", "\x1b[1;5:3A", "\x1b[99999999999;5u"])
+def test_keys_that_cannot_be_read_are_none(sequence: str) -> None:
+    assert read(f"a{sequence}b") == ["a", "b"]
+
+
+def test_the_terminal_is_asked_for_the_layout() -> None:
+    assert linux_driver.KITTY_DISAMBIGUATE_ESCAPE_CODES == 0b101
 
 
 def test_bytes_that_are_not_utf_8_do_not_end_the_chat() -> None:
