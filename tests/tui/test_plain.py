@@ -745,3 +745,12 @@ async def test_calls_of_tools_in_lines_without_a_terminal_are_refused(
         "starter: Then not.\n"
     )
     assert [call.state for call in saved_messages(tmp_path)[-1].calls] == ["refused"]
+
+
+def test_an_ignored_interrupt_stays_ignored_while_a_line_is_read() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a script
+    try:
+        with plain_lines.raised_interrupt():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
