@@ -17,6 +17,7 @@ from rich.style import Style
 from rich.text import Text
 from textual.strip import Strip
 
+from edgelm.tui.control_codes import without_controls
 from edgelm.tui.palette import Palette
 
 # Rich requires a console to wrap and render text; its settings do not change the result.
@@ -30,12 +31,6 @@ LINK = "link"  # the meta of a style: an address, shown when the mouse is over i
 HELD_SPACE = "\ufdd0"  # of a text that is wrapped: a space at which no line is broken
 SEND_ALL = "(/whole sends all) "
 HINT = "  Ctrl+T shows it"
-
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
-# Colours and the like (CSI), links and titles (OSC), and a choice of characters: whole ones only.
-_SEQUENCE = re.compile(
-    "(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\\]|\x9d)[^\x07\x1b\x9c\r\n]*(?:\x07|\x1b\\\\|\x9c)|\x1b[()][0-2AB]"
-)
 
 
 @dataclass(slots=True)
@@ -65,15 +60,7 @@ def text_width(width: int) -> int:
 
 def clean(text: str) -> str:
     """Replace characters that move the terminal's cursor or write to its clipboard; tabs become spaces."""
-    return _CONTROL.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n").expandtabs(4))
-
-
-def clean_text(text: str) -> str:
-    """Return a text for a field in which it is edited: without escape sequences, other control characters replaced.
-
-    It keeps its tabs; its lines end with newlines.
-    """
-    return _CONTROL.sub("\ufffd", _SEQUENCE.sub("", text).replace("\r\n", "\n").replace("\r", "\n"))
+    return without_controls(text.replace("\r\n", "\n").replace("\r", "\n").expandtabs(4))
 
 
 def short_name(model: str) -> str:

@@ -18,7 +18,7 @@ from textual.drivers import linux_driver
 from textual.keys import Keys
 from textual.message import Message
 
-from edgelm.tui.lines import clean_text
+from edgelm.tui.control_codes import clean_text
 
 PASTE, PASTED = "\x1b[200~", "\x1b[201~"
 HOLD_S = 0.3  # so long an answer waits for its next part: a slow connection sends it in several

@@ -23,7 +23,7 @@ from edgelm.client.link import Link
 from edgelm.commands.chat import _run_screen
 from edgelm.tui.app import ChatApp
 from edgelm.tui.workspace import ChatDefaults
-from tests.tui.conftest import Open
+from tests.tui.conftest import Driver, Open
 from tests.tui.fake_endpoint import ANSWER, FakeEndpoint
 
 
@@ -237,6 +237,39 @@ async def test_text_cannot_reach_the_terminal_as_control_codes(open_chat: Open) 
         await chat.ask("\x1b[31mq")
         await chat.until(lambda: "red" in chat.text)
         assert not any(code in chat.text for code in "\x1b\x07\x9b")
+
+
+async def test_a_field_cannot_send_control_codes_to_the_terminal(open_chat: Open, tmp_path: Path) -> None:
+    evil = "a\x1b]52;c;ZXZpbA==\x07b \x9b2J \x1b]c\tend"
+    store = Store(tmp_path / "chats.db")
+    imported = Chat(title=evil, system=evil, tags=("t\x1b]d",))
+    store.put_chat(imported)
+    store.put_message(Message(chat=imported.id, parent=None, role="user", text=evil))
+    store.close()
+
+    def codes(chat: Driver) -> list[str]:
+        return [code for code in chat.text if (ord(code) < 32 and code != "\n") or 127 <= ord(code) < 160]
+
+    async with open_chat(size=(140, 40)) as chat:
+        await chat.ready()
+        chat.screen.open_chat(imported.id)
+        await chat.sees("end")
+        assert not codes(chat), "the list of chats, and the chat"
+        await chat.press("up")
+        assert chat.prompt.text == "ab  \ufffd]c\tend"
+        assert not codes(chat), "an earlier message in the prompt"
+        chat.prompt.put("")
+        chat.app.copy_to_clipboard(evil)
+        await chat.press("ctrl+v")
+        assert "end" in chat.prompt.text
+        assert not codes(chat), "what Ctrl+V puts"
+        for command in ("title", "system", "tag", "params"):
+            chat.screen.run_command(command, "")
+            await chat.until(lambda: len(chat.app.screen_stack) == 2, command)
+            await chat.pilot.pause()
+            assert not codes(chat), command
+            await chat.press("escape")
+            await chat.until(lambda: len(chat.app.screen_stack) == 1)
 
 
 CHAT = """

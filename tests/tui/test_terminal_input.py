@@ -114,7 +114,7 @@ def test_newlines_in_a_paste_stay_in_their_place(newline: str, step: int) -> Non
 
 
 PASTES = (
-    ("\x1b[31merror\x1b[0m\r!touch x\rthe rest of a log, which is longer", "error\n!touch x\nthe rest of a log, which is longer"),
+    ("\x1b[31merror\x1b[0m\r!touch x\rand the rest of a log", "error\n!touch x\nand the rest of a log"),
     ("\x1b]8;;http://x/\x1b\\link\x1b]8;;\x1b\\ \x1b]0;title\x07\x1b(Bend", "link end"),
     ("\x1b]52;c;QUJD\r!touch x\r", "�]52;c;QUJD\n!touch x\n"),
     ("a\x1bb\x1b", "a�b�"),
