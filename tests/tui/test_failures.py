@@ -12,11 +12,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from edgelm.base.config import load_config
 from edgelm.base.errors import EdgeLMError
+from edgelm.chats.clipboard import copy_text
 from edgelm.chats.history import Chat, Message
 from edgelm.chats.store import SCHEMA_VERSION, Store
 from edgelm.client.link import Link
@@ -88,6 +90,23 @@ async def test_after_a_crash_one_line_is_left_and_a_log_without_values(
     assert "of the chat" not in log.read_text()
     assert log.stat().st_mode & 0o777 == 0o600
     assert "".join(capfd.readouterr()).strip("\a") == ""
+
+
+@pytest.mark.parametrize(("name", "copies"), [("SSH_CONNECTION", False), ("SSH_TTY", False), ("DISPLAY", True)])
+def test_over_ssh_no_program_here_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, copies: bool
+) -> None:
+    made: list[object] = []
+
+    def make(*_: object, **options: object) -> SimpleNamespace:
+        made.append(options["copy"])
+        return SimpleNamespace(run=lambda: None, return_code=0, num_lost=0)
+
+    monkeypatch.setattr("edgelm.tui.app.ChatApp", make)
+    environment = {f"EDGELM_{kind}_DIR": str(tmp_path / kind) for kind in ("CONFIG", "DATA", "CACHE", "RUNTIME")}
+    link = Link(endpoint="http://127.0.0.1:9", api_key=None, runtime=tmp_path, log=tmp_path / "serve.log")
+    _run_screen(load_config({}, environment | {name: "1"}), link, ChatDefaults())
+    assert (made == [copy_text]) == copies
 
 
 async def test_the_connection_drops(open_chat: Open) -> None:
