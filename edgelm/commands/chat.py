@@ -181,6 +181,8 @@ def _run_screen(config: Config, link: Link, defaults: ChatDefaults) -> int:
         themes=themes, keymap=keymap, toolbox=toolbox, multiplexer=multiplexer,
         suggested_model=suggested_model, copy=None if is_remote else copy_text,
     )  # fmt: skip
+    for name in ("COLUMNS", "LINES"):  # a shell may export them: the screen would keep that size
+        os.environ.pop(name, None)
     with _failures_in(places.cache / "chat.log") as log:
         app.run()
     if app.return_code:

@@ -6,10 +6,12 @@ import asyncio
 import os
 import pty
 import select
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,17 +98,34 @@ async def test_after_a_crash_one_line_is_left_and_a_log_without_values(
 def test_over_ssh_no_program_here_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, copies: bool
 ) -> None:
-    made: list[object] = []
+    run = run_screen(tmp_path, monkeypatch, name)
+    assert (run["copy"] == copy_text) == copies
+
+
+def test_the_size_is_that_of_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    monkeypatch.setenv("LINES", "20")
+    leader, follower = pty.openpty()
+    termios.tcsetwinsize(leader, (30, 100))
+    with open(follower, "w") as stream:  # noqa: PTH123 - a descriptor
+        monkeypatch.setattr("sys.__stdout__", stream)
+        assert run_screen(tmp_path, monkeypatch, "TERM")["size"] == (100, 30)
+    os.close(leader)
+
+
+def run_screen(folder: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> dict[str, object]:
+    """Return how the application is made, and the size that it finds, where the environment has a variable."""
+    made: dict[str, object] = {}
 
     def make(*_: object, **options: object) -> SimpleNamespace:
-        made.append(options["copy"])
-        return SimpleNamespace(run=lambda: None, return_code=0, num_lost=0)
+        made.update(options)
+        return SimpleNamespace(run=lambda: made.update(size=shutil.get_terminal_size()), return_code=0, num_lost=0)
 
     monkeypatch.setattr("edgelm.tui.app.ChatApp", make)
-    environment = {f"EDGELM_{kind}_DIR": str(tmp_path / kind) for kind in ("CONFIG", "DATA", "CACHE", "RUNTIME")}
-    link = Link(endpoint="http://127.0.0.1:9", api_key=None, runtime=tmp_path, log=tmp_path / "serve.log")
-    _run_screen(load_config({}, environment | {name: "1"}), link, ChatDefaults())
-    assert (made == [copy_text]) == copies
+    environment = {f"EDGELM_{kind}_DIR": str(folder / kind) for kind in ("CONFIG", "DATA", "CACHE", "RUNTIME")}
+    link = Link(endpoint="http://127.0.0.1:9", api_key=None, runtime=folder, log=folder / "serve.log")
+    _run_screen(load_config({}, environment | {variable: "1"}), link, ChatDefaults())
+    return made
 
 
 async def test_the_connection_drops(open_chat: Open) -> None:
