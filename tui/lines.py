@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.cells import cell_len, get_character_cell_size, set_cell_size
+from rich.cells import cell_len, set_cell_size, split_graphemes
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
@@ -115,10 +115,9 @@ def wrap_cells(text: Text, width: int) -> list[Line]:
     if len(text) <= width and cell_len(text.plain) <= width:
         return [Line(text)]
     cuts, used = [], 0
-    for i, character in enumerate(text.plain):
-        size = get_character_cell_size(character)
+    for start, _, size in split_graphemes(text.plain)[0]:  # an emoji may be several characters
         if used + size > width:
-            cuts.append(i)
+            cuts.append(start)
             used = 0
         used += size
     return [Line(piece, joint="" if i else "\n") for i, piece in enumerate(text.divide(cuts))]
