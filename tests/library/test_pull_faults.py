@@ -324,6 +324,34 @@ def test_a_gated_file_says_how_to_get_it(server: HubServer, puller: Puller, cont
     assert puller.parts() == []
 
 
+@pytest.mark.parametrize(
+    ("status", "headers", "expected"),
+    [
+        (
+            401,
+            {"X-Error-Code": "GatedRepo"},
+            "m-GGUF is gated: {hub} redirects to {other}, which gets no login; accept its licence at {other}/o/m-GGUF",
+        ),
+        (403, {"X-Error-Code": "GatedRepo"}, "m-GGUF, then set HF_ENDPOINT={other} and log in with `hf auth login`"),
+        (
+            403,
+            {"X-Error-Message": "Access is restricted"},
+            "{other}, to which {hub} redirects, refuses o/m-GGUF (HTTP 403); if it is private or gated, set",
+        ),
+        (401, {}, "{other}, to which {hub} redirects, refuses o/m-GGUF (HTTP 401); run it again later, or set another"),
+    ],
+)
+def test_a_mirror_that_redirects_to_a_hub_which_refuses(
+    server: HubServer, puller: Puller, content: bytes, status: int, headers: dict[str, str], expected: str
+) -> None:
+    server.order(FILE, Fault("status", status=status, headers=headers, times=9))
+    with pytest.raises(EdgeLMError) as error:
+        puller.pull(NAME)
+    hub = server.url.removeprefix("http://")
+    assert expected.format(other=server.cdn, hub=hub) in one_line(error)
+    assert [event for event in puller.events if isinstance(event, Retrying)] == []
+
+
 def test_an_unreachable_address_gives_one_line(server: HubServer, puller: Puller) -> None:
     server.__exit__(None, None, None)
     with pytest.raises(EdgeLMError, match=r"cannot be reached: .*; check the network and the proxy"):
