@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -379,6 +380,25 @@ def test_a_disk_that_fills_up_in_the_middle_loses_nothing(
     assert puller.parts()[0].stat().st_size == room
     assert puller.pull(NAME).read_bytes() == content
     assert server.sent[-1].start == room
+
+
+def test_a_file_system_without_large_files_gives_one_line(
+    server: HubServer, puller: Puller, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As FAT has them of 4 GiB at most."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    for call in ("pwrite", "ftruncate", "truncate"):
+        monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(EdgeLMError) as error:
+        puller.pull(NAME)
+    assert re.fullmatch(
+        r"/.*/blobs takes no file of 2\.00 MB: the file system, or a limit \(ulimit -f\), does not allow files so "
+        "large; choose another folder: set HF_HUB_CACHE",
+        one_line(error),
+    )
 
 
 def test_a_cache_that_cannot_be_written_gives_one_line(server: HubServer, puller: Puller, content: bytes) -> None:
