@@ -146,7 +146,7 @@ def install() -> None:
     In kitty's protocol, keys also tell what they are in the layout of the United States.
     """
     linux_driver.XTermParser = InputParser  # type: ignore[attr-defined]  # its reader has no other place for one
-    linux_driver.getincrementaldecoder = _lenient_decoder  # type: ignore[attr-defined]
+    linux_driver.getincrementaldecoder = _lenient_decoder  # type: ignore[assignment, attr-defined]
     linux_driver.KITTY_DISAMBIGUATE_ESCAPE_CODES |= linux_driver.KITTY_REPORT_ALTERNATE_KEYS  # type: ignore[misc]
 
 
