@@ -15,8 +15,9 @@ def main() -> None:
     if sys.platform == "win32":
         sys.exit("error: edgelm does not run on Windows itself; install it in WSL, where it runs as on Linux")
     _repair_streams()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
+    signal.signal(signal.SIGTERM, _leave)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup lets it be ignored
+        signal.signal(signal.SIGHUP, _leave)
     _count_gpus_by_bus()
     try:
         from edgelm.commands.cli import run_cli  # inside `try`: Ctrl-C during this import ends it too

@@ -27,7 +27,7 @@ from textual.keys import Keys
 from textual.screen import Screen
 from textual.theme import Theme
 
-from edgelm.base.errors import EdgeLMError
+from edgelm.base.errors import EdgeLMError, RequestError
 from edgelm.chats.store import ChatsError
 from edgelm.chats.store_thread import StoreThread
 from edgelm.chats.tools.consents import Consents
@@ -168,13 +168,15 @@ class ChatApp(App[None], inherit_bindings=False):
         toolbox: Toolbox | None = None,
         multiplexer: str = "",
         suggested_model: Callable[[], str | None] = lambda: None,
+        copy: Callable[[str], None] | None = None,
     ) -> None:
         """`knowledge` is the file of the index; it is made beside the chats where none is given.
 
         `themes` and `keymap` are the user's own. `multiplexer`: tmux or screen, where the chat runs in one.
 
         `bandwidth` measures this machine's memory, in bytes per second; 0: not known. `suggested_model` returns the
-        model of the catalogue that suits it.
+        model of the catalogue that suits it. `copy` puts a text on the clipboard of this machine, or raises
+        RequestError; None: the terminal is on another machine.
         """
         super().__init__()
         for theme in themes:
@@ -193,6 +195,8 @@ class ChatApp(App[None], inherit_bindings=False):
         self._multiplexer = multiplexer
         self._pictures: KittyPictures | sixel.SixelPictures | None = None  # of a terminal that draws them
         self._terminal = sixel.SixelTerminal()
+        self._copy = copy
+        self._copying = asyncio.Lock()  # a text is not replaced by one that was copied before it
         self.num_lost = 0  # changes that were not saved when the app ended
         self.failure = ""  # the exception that ended the app, on one line
 
@@ -276,10 +280,20 @@ class ChatApp(App[None], inherit_bindings=False):
         self._chat.run_command("quit", "")
 
     def copy_to_clipboard(self, text: str) -> None:
-        """Put a text on the clipboard of the person at the terminal, also through tmux and screen."""
+        """Put a text on the clipboard of the person at the terminal, also through tmux and screen.
+
+        A terminal may take none, such as GNOME's: on this machine, a program of the desktop gets the text, too.
+        """
         super().copy_to_clipboard(text)
         for sequence in passed_through(text, self._multiplexer):
             self._write(sequence)
+        if self._copy is not None:
+            self.run_worker(self._copy_here(self._copy), group="copying")
+
+    async def _copy_here(self, copy: Callable[[str], None]) -> None:
+        async with self._copying:
+            with suppress(RequestError):  # no program copies: the terminal may have
+                await asyncio.to_thread(copy, self.clipboard)
 
     async def _ask_to_send(self, question: SendQuestion) -> bool:
         from edgelm.tui.dialogs.knowledge import SendScreen  # after the first paint

@@ -11,12 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.cells import cell_len, get_character_cell_size, set_cell_size
+from rich.cells import cell_len, set_cell_size, split_graphemes
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 from textual.strip import Strip
 
+from edgelm.tui.control_codes import without_controls
 from edgelm.tui.palette import Palette
 
 # Rich requires a console to wrap and render text; its settings do not change the result.
@@ -30,8 +31,6 @@ LINK = "link"  # the meta of a style: an address, shown when the mouse is over i
 HELD_SPACE = "\ufdd0"  # of a text that is wrapped: a space at which no line is broken
 SEND_ALL = "(/whole sends all) "
 HINT = "  Ctrl+T shows it"
-
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 @dataclass(slots=True)
@@ -61,7 +60,7 @@ def text_width(width: int) -> int:
 
 def clean(text: str) -> str:
     """Replace characters that move the terminal's cursor or write to its clipboard; tabs become spaces."""
-    return _CONTROL.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n").expandtabs(4))
+    return without_controls(text.replace("\r\n", "\n").replace("\r", "\n").expandtabs(4))
 
 
 def short_name(model: str) -> str:
@@ -116,10 +115,9 @@ def wrap_cells(text: Text, width: int) -> list[Line]:
     if len(text) <= width and cell_len(text.plain) <= width:
         return [Line(text)]
     cuts, used = [], 0
-    for i, character in enumerate(text.plain):
-        size = get_character_cell_size(character)
+    for start, _, size in split_graphemes(text.plain)[0]:  # an emoji may be several characters
         if used + size > width:
-            cuts.append(i)
+            cuts.append(start)
             used = 0
         used += size
     return [Line(piece, joint="" if i else "\n") for i, piece in enumerate(text.divide(cuts))]

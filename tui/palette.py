@@ -14,6 +14,7 @@ from textual.color import Color
 from textual.content import Content, Span
 from textual.theme import Theme
 
+from edgelm.tui.control_codes import without_controls
 from edgelm.tui.transcript.kitty import KittyPictures
 from edgelm.tui.transcript.sixel import SixelPictures
 
@@ -184,7 +185,7 @@ def list_text(text: Text, theme: Theme) -> Content:
     spans = [Span(start, end, str(style).replace("dim", muted)) for start, end, style in text.spans if style]
     if text.style:
         spans.insert(0, Span(0, len(text.plain), str(text.style).replace("dim", muted)))
-    return Content(text.plain, spans)
+    return Content(without_controls(text.plain), spans)
 
 
 def _can_read(text: Color, backgrounds: Sequence[Color]) -> bool:

@@ -202,7 +202,7 @@ class ChatScreen(Screen[None]):
             self.app.theme = theme
         if settings.get("drafts"):
             self.view.show_drafts(True)
-        self._draft = settings.get("draft", "")
+        self._draft = last_run.unsent
         self._put_draft()
         self._is_loaded = True
         self.view.show_chats()
@@ -577,9 +577,8 @@ class ChatScreen(Screen[None]):
     def save_unsent(self) -> None:
         """Save the texts that are not sent for the next run: of the messages that wait, and of the prompt."""
         if self._has_typed and self._is_loaded:
-            self.workspace.remember(
-                "draft", "\n".join(filter(None, [*self._outbox.texts, self._draft, self.pane.unsent]))
-            )
+            texts = [*self._outbox.texts, self._draft, self.pane.unsent]
+            self.workspace.remember_unsent("\n".join(filter(None, texts)))
 
     # Pulls
 

@@ -25,6 +25,7 @@ from edgelm.tui.chat_list import ARCHIVE, Row, chat_rows, hit_rows
 from edgelm.tui.commands.keymap import keymap_of
 from edgelm.tui.commands.table import SIDEBAR_KEYS
 from edgelm.tui.dialogs.basic import FOCUS_CSS
+from edgelm.tui.fields import LineField
 from edgelm.tui.hints import Hint
 from edgelm.tui.lines import cut_words
 from edgelm.tui.palette import list_text
@@ -110,7 +111,7 @@ class Sidebar(Vertical):
 
     def compose(self) -> ComposeResult:
         key = keymap_of(self.app).label("run('search')", "Ctrl+F")
-        yield Input(placeholder=f"Search  {key}".rstrip(), id="search", select_on_focus=True)
+        yield LineField(placeholder=f"Search  {key}".rstrip(), id="search", select_on_focus=True)
         yield ChatList(id="chats")
 
     # Its place

@@ -22,7 +22,7 @@ from edgelm.chats.history import Chat, Hit, Message
 from edgelm.chats.preset_file import set_folder
 from edgelm.chats.presets import Preset, Presets, apply_preset
 from edgelm.chats.statistics import Statistics, summarize
-from edgelm.chats.store import Store
+from edgelm.chats.store import ChatsError, Store
 from edgelm.chats.store_thread import StoreThread
 from edgelm.client.link import Link
 from edgelm.client.reader import guide_roots
@@ -68,6 +68,7 @@ class LastRun(NamedTuple):
 
     sent: list[str]  # messages of the user as they are typed, oldest first
     settings: dict[str, str]
+    unsent: str  # what was written and not sent
 
 
 class Workspace:
@@ -103,6 +104,10 @@ class Workspace:
         """Save a setting for the next run."""
         self.store.write(lambda store: store.put_setting(name, value))
 
+    def remember_unsent(self, text: str) -> None:
+        """Save what is not sent for the next run."""
+        self.store.write(lambda store: store.put_unsent(text))
+
     async def load(self) -> LastRun:
         """Load the list of chats and return the rest of the last run's state; empty the trash of what is old.
 
@@ -116,7 +121,20 @@ class Workspace:
         self.chats = {chat.id: chat for chat in chats} | self.chats
         if not self._has_set_model:  # it may be an offered one by now, chosen while the file was locked
             self._last_model = settings.get("model", "") or self._last_model
-        return LastRun([as_typed(text) for text in sent], settings)
+        return LastRun([as_typed(text) for text in sent], settings, await self._adopt_unsent())
+
+    async def _adopt_unsent(self) -> str:
+        def adopt(store: Store) -> str:
+            with store.transaction():
+                return store.adopt_unsent()
+
+        try:
+            return await self.read(adopt)
+        except ChatsError as error:
+            if not error.temporary:
+                raise
+        self.store.write(lambda store: store.adopt_unsent())  # as soon as the file can be written
+        return await self.read(lambda store: store.unsent())
 
     # The open chat
 

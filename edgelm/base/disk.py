@@ -5,11 +5,14 @@ Knows nothing of the content. Small files that are replaced in one step are in a
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 
 from edgelm.base.errors import EdgeLMError
 
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+TOO_LARGE = "the file system, or a limit (ulimit -f), does not allow files so large"  # EFBIG
 SPARE_BYTES = 2**26  # that stay free
 
 

@@ -14,13 +14,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+from edgelm.base.errors import EdgeLMError
+
 # Variables with a token of the hub: a child process starts without them, unless it needs them.
 HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 @dataclass(frozen=True)
 class Places:
-    """The folders of our files. `environment` may move them: EDGELM_{CONFIG,DATA,CACHE,RUNTIME}_DIR."""
+    """The folders of our files. `environment` may move them: EDGELM_{CONFIG,DATA,CACHE,RUNTIME}_DIR.
+
+    Each raises EdgeLMError where it is in a home folder that is not known.
+    """
 
     environment: Mapping[str, str]
 
@@ -29,7 +34,10 @@ class Places:
             return Path(moved)
         from platformdirs import PlatformDirs  # here, since every worker imports this module
 
-        return Path(getattr(PlatformDirs("edgelm", appauthor=False), f"user_{kind}_dir"))
+        try:
+            return Path(getattr(PlatformDirs("edgelm", appauthor=False), f"user_{kind}_dir"))
+        except RuntimeError:
+            raise homeless() from None
 
     @cached_property
     def config(self) -> Path:
@@ -60,19 +68,22 @@ class Places:
         cache = Path(self.environment.get("XDG_CACHE_HOME") or "~/.cache")
         home = Path(self.environment.get("HF_HOME") or cache / "huggingface")
         given = self.environment.get("HF_HUB_CACHE") or self.environment.get("HUGGINGFACE_HUB_CACHE")
-        return Path(given or home / "hub").expanduser()
+        path = os.path.expandvars(expand_home(str(given or home / "hub")))  # as that package does
+        if path.startswith("~/"):
+            raise homeless()
+        return Path(path)
 
     @property
     def systemd_units(self) -> Path:
         """Where the units of this user are, by systemd.unit(5)."""
-        return Path(self.environment.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "systemd" / "user"
+        return Path(self.environment.get("XDG_CONFIG_HOME") or home_folder() / ".config") / "systemd" / "user"
 
     @property
     def ollama(self) -> list[Path]:
         """Where Ollama keeps its models, by its own variable; the folders that exist."""
         given = self.environment.get("OLLAMA_MODELS")
         service = Path("/usr/share/ollama/.ollama/models")  # of the service that its installer sets up
-        places = [Path(given)] if given else [Path("~/.ollama/models").expanduser(), service]
+        places = [Path(given)] if given else [Path(expand_home("~/.ollama/models")), service]
         return [place for place in places if os.access(place / "manifests", os.R_OK | os.X_OK)]
 
     @property
@@ -91,6 +102,19 @@ class Places:
     @property
     def hub_endpoint(self) -> str:
         return (self.environment.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def home_folder() -> Path:
+    """Return the user's home. Raises EdgeLMError where it is not known."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise homeless() from None
+
+
+def homeless() -> EdgeLMError:
+    """Return the error for a user without a home, as in a container that runs with a number for a user."""
+    return EdgeLMError("there is no home folder: HOME is not set, and the system does not know this user", "set HOME")
 
 
 def expand_home(path: str) -> str:

@@ -136,7 +136,7 @@ def note_agent(runtime: Path) -> None:
 
     Raises OSError.
     """
-    atomic_write(runtime / AGENT_FILES.replace("*", str(os.getpid())), _birth(os.getpid()).encode())
+    atomic_write(runtime / AGENT_FILES.replace("*", str(os.getpid())), birth(os.getpid()).encode())
 
 
 def agents_run(runtime: Path, *, besides: int | None = None) -> bool:
@@ -155,12 +155,12 @@ def _is_agent(file: Path) -> bool:
     if not (pid.isascii() and pid.isdecimal() and is_alive(int(pid))):
         return False
     try:
-        return file.read_bytes() == _birth(int(pid)).encode()
+        return file.read_bytes() == birth(int(pid)).encode()
     except OSError:
         return False
 
 
-def _birth(pid: int) -> str:
+def birth(pid: int) -> str:
     """Return when a process began, which tells it from a later one with its id; empty without /proc (macOS)."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text(errors="replace")

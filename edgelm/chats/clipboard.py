@@ -18,7 +18,13 @@ PROGRAMS = (
     ("xclip", "-selection", "clipboard", "-target", "image/png", "-out"),  # X11
     ("osascript", "-e", "get the clipboard as «class PNGf»"),  # macOS
 )
-COPIERS = (("wl-copy",), ("xclip", "-selection", "clipboard"), ("pbcopy",))
+COPIERS = (
+    ("wl-copy",),  # Wayland
+    ("xclip", "-selection", "clipboard"),  # X11
+    ("xsel", "--clipboard", "--input"),
+    ("pbcopy",),  # macOS
+    ("clip.exe",),  # WSL
+)
 LIMIT_S = 5.0
 _HEX = re.compile(rb"\xc2\xabdata PNGf([0-9A-F]+)\xc2\xbb\s*")  # how osascript prints it
 
@@ -28,10 +34,9 @@ def copy_text(text: str) -> None:
     quiet = subprocess.DEVNULL  # some stay in the background with what they were given, as long as it is not replaced
     for program in COPIERS:
         if which(program[0]):
+            data = text.encode("utf-16" if program[0] == "clip.exe" else "utf-8", errors="replace")
             try:
-                done = subprocess.run(
-                    program, input=text.encode(), stdout=quiet, stderr=quiet, timeout=LIMIT_S, check=False
-                )
+                done = subprocess.run(program, input=data, stdout=quiet, stderr=quiet, timeout=LIMIT_S, check=False)
             except (OSError, subprocess.TimeoutExpired):
                 continue
             if done.returncode == 0:

@@ -35,6 +35,7 @@ from edgelm.chats.rows import (
 )
 from edgelm.chats.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION, statements, write_ahead
 from edgelm.chats.search import search_chats
+from edgelm.chats.unsent import is_left, own_name
 
 PAGE_BYTES = 2048  # of a new file: what a second of streamed text writes; SQLite's own 4096 cost twice that
 MAX_REPACKED_BYTES = 64 * 2**20  # of an older file: about a second of a slow disk
@@ -189,8 +190,27 @@ class Store:
         """Save a setting of the screen, such as its theme."""
         self._put("setting", "name, value", (name, value))
 
+    def put_unsent(self, text: str) -> None:
+        """Save what this process has not sent."""
+        self.put_setting(own_name(), text)
+
+    def unsent(self) -> str:
+        """Return what ended processes have not sent, each in lines of its own."""
+        return "\n".join(text for name, text in self.settings().items() if text and is_left(name))
+
+    def adopt_unsent(self) -> str:
+        """Let what ended processes have not sent be this one's, and return it. In a transaction, no other does so."""
+        text = self.unsent()
+        with self._translated():
+            self._db.executemany(
+                "DELETE FROM setting WHERE name = ?", [(name,) for name in self.settings() if is_left(name)]
+            )
+        if text:
+            self.put_unsent(text)
+        return text
+
     def settings(self) -> dict[str, str]:
-        return dict(self._rows("SELECT name, value FROM setting"))
+        return dict(self._rows("SELECT name, value FROM setting ORDER BY rowid"))
 
     def chats(self) -> list[Chat]:
         """Return the chats that are not deleted, newest first; archived ones are among them."""

@@ -159,6 +159,7 @@ def _sent_settings(config: Config, *, own_server: bool) -> dict[str, Any]:
 
 def _run_screen(config: Config, link: Link, defaults: ChatDefaults) -> int:
     """Run the chat on the full screen; return the number of changes that were not saved."""
+    from edgelm.chats.clipboard import copy_text
     from edgelm.chats.tools.toolbox import make_toolbox
     from edgelm.library.suggestion import suggested_model
     from edgelm.tui.answers import OWN_BUG
@@ -174,11 +175,14 @@ def _run_screen(config: Config, link: Link, defaults: ChatDefaults) -> int:
         return read_machine(config.settings, places).read_bytes_per_s
 
     multiplexer = "tmux" if places.environment.get("TMUX") else "screen" if places.environment.get("STY") else ""
+    is_remote = any(places.environment.get(name) for name in ("SSH_CONNECTION", "SSH_TTY"))
     app = ChatApp(
         places.data / "chats.db", link, defaults, knowledge=places.cache / "knowledge.db", bandwidth=bandwidth,
         themes=themes, keymap=keymap, toolbox=toolbox, multiplexer=multiplexer,
-        suggested_model=suggested_model,
+        suggested_model=suggested_model, copy=None if is_remote else copy_text,
     )  # fmt: skip
+    for name in ("COLUMNS", "LINES"):  # a shell may export them: the screen would keep that size
+        os.environ.pop(name, None)
     with _failures_in(places.cache / "chat.log") as log:
         app.run()
     if app.return_code:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Self
 
 from edgelm.base.atomic import atomic_write
+from edgelm.base.disk import DISK_FULL, TOO_LARGE
 from edgelm.base.errors import EdgeLMError
 from edgelm.library.http_range import (
     CancelledTransferError,
@@ -40,7 +41,6 @@ from edgelm.library.progress import Checking, Event, Retrying, Wrong, size_text
 from edgelm.library.runnable import HEAD_BYTES
 
 KEPT = "the downloaded part is kept: run it again to resume"
-DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 MAX_CHECKSUM_FAILURES = 2
 POLL_S = 0.5
 READ_BYTES = 2**18  # fits a core's cache
@@ -465,6 +465,9 @@ class PartialFile:
             self._map = None
 
     def _write_error(self, error: OSError) -> EdgeLMError:
+        if error.errno == errno.EFBIG:
+            message = f"{self.path.parent} takes no file of {size_text(self._file.size)}: {TOO_LARGE}"
+            return EdgeLMError(message, "choose another folder: set HF_HUB_CACHE")
         if error.errno not in DISK_FULL:
             return EdgeLMError(f"{self.path} cannot be written: {error.strerror}", KEPT)
         kept = f"{size_text(self.num_done)} of {size_text(self._file.size)} of {self._file.path} are kept"

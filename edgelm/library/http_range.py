@@ -29,6 +29,7 @@ from edgelm.library.hub import (
     Listing,
     RetryPolicy,
     failure_reason,
+    names_error,
     parse_retry_after,
     within,
 )
@@ -135,7 +136,7 @@ class RangeClient:
                 raise InterruptedTransferError("the hub now has another version of the file")
             if not response.has_redirect_location:
                 if response.status_code not in (200, 206):
-                    self._refuse(response, is_hub)
+                    self._refuse(response, url, is_hub=is_hub)
                 if not is_hub:  # the next segment needs no redirect
                     self._links[file.path] = url
                 return response
@@ -145,12 +146,17 @@ class RangeClient:
             response.close()
         raise InterruptedTransferError("too many redirects")
 
-    def _refuse(self, response: httpx2.Response, is_hub: bool) -> None:
+    def _refuse(self, response: httpx2.Response, url: httpx2.URL, *, is_hub: bool) -> None:
         status, headers = response.status_code, response.headers
         response.close()
-        # On another host the link may have expired; a retry gets a new one from the hub.
-        if status in RETRIED or status == 416 or not is_hub:
+        # On another host a signed link may have expired; a retry gets a new one from the hub. A mirror may redirect to
+        # a hub, which refuses in its own words, or by a status that a signed link does not have.
+        of_a_hub = status == 401 or (status == 403 and (names_error(headers) or not url.query))
+        if status in RETRIED or status == 416 or not (is_hub or of_a_hub):
             raise InterruptedTransferError(f"HTTP {status}", parse_retry_after(headers))
+        if not is_hub:
+            origin = f"{url.scheme}://{url.netloc.decode()}"
+            raise self.hub.refusal_elsewhere(status, headers, self.listing.repository, origin)
         raise self.hub.refusal(status, headers, self.listing.repository, self.listing.revision)
 
     def _pieces(self, response: httpx2.Response, length: int) -> Iterator[bytes]:

@@ -219,6 +219,19 @@ class Hub:
             return RefusedError(f"{self.host} failed (HTTP {status})", "run it again later")
         return RefusedError(f"{self.host} answers HTTP {status} for {repository}", message or "run it again later")
 
+    def refusal_elsewhere(self, status: int, headers: Mapping[str, str], repository: str, origin: str) -> RefusedError:
+        """Return the error for a refusal of another host, to which this hub redirects and which gets no login."""
+        there = shown(origin)
+        page = f"{there}/{repository}"
+        if headers.get("x-error-code") == "GatedRepo":
+            message = f"{repository} is gated: {self.host} redirects to {there}, which gets no login"
+            return RefusedError(message, f"accept its licence at {page}, then set HF_ENDPOINT={there} and {LOG_IN}")
+        message = f"{there}, to which {self.host} redirects, refuses {repository} (HTTP {status})"
+        if names_error(headers):
+            hint = f"if it is private or gated, set HF_ENDPOINT={there} and {LOG_IN}; accept its licence at {page}"
+            return RefusedError(message, hint)
+        return RefusedError(message, "run it again later, or set another HF_ENDPOINT")
+
     def _gated(self, repository: str) -> RefusedError:
         page = f"{self.endpoint}/{repository}"
         if self._has_login():
@@ -289,6 +302,11 @@ def within(
     if isinstance(box[0], Exception):
         raise box[0]
     return box[0]
+
+
+def names_error(headers: Mapping[str, str]) -> bool:
+    """Return whether a hub says why it refuses."""
+    return bool(headers.get("x-error-code") or headers.get("x-error-message"))
 
 
 def parse_retry_after(headers: Mapping[str, str]) -> float | None:

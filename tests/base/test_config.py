@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -129,3 +130,33 @@ def test_places_can_be_moved() -> None:
     assert moved.data == Path("/there")
     assert moved.hub == Path("/hub")
     assert Places({}).config.name == "edgelm"
+
+
+def test_the_hub_is_where_its_own_client_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    assert Places({}).hub == Path("/home/me/.cache/huggingface/hub")
+    assert Places({"HF_HOME": "$HOME/hf"}).hub == Path("/home/me/hf/hub")
+    assert Places({"HF_HUB_CACHE": "${SCRATCH}/hub"}).hub == Path("/scratch/hub")
+    assert Places({"HF_HUB_CACHE": "~/$SCRATCH"}).hub == Path("/home/me/scratch")
+    assert Places({"XDG_CACHE_HOME": "$SCRATCH"}).hub == Path("/scratch/huggingface/hub")
+
+
+@pytest.mark.parametrize("place", ["config", "data", "cache", "hub", "systemd_units"])
+def test_a_user_without_a_home_gets_one_line(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs with a number for a user."""
+
+    def unknown(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.delenv("HOME", raising=False)
+    for name in [name for name in os.environ if name.startswith("XDG_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    with pytest.raises(EdgeLMError) as error:
+        getattr(Places({}), place)
+    assert str(error.value) == (
+        "there is no home folder: HOME is not set, and the system does not know this user; set HOME"
+    )
+    assert Places({"HF_HOME": "/hf"}).hub == Path("/hf/hub")
+    assert isinstance(Places({}).ollama, list), "that of a service at most"

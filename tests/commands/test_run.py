@@ -473,6 +473,23 @@ def test_ctrl_c_at_any_moment(edgelm: Edgelm, endless: Path, delay_s: float) -> 
         assert all(gone(child) for child in below)
 
 
+# Its only command sends a signal to itself.
+HANGING_UP = """
+import os, signal, sys, types
+signal.signal(signal.SIGHUP, signal.%s)
+hang_up = lambda: os.kill(os.getpid(), signal.SIGHUP)
+sys.modules["edgelm.commands.cli"] = types.SimpleNamespace(run_cli=hang_up)
+from edgelm.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("inherited", "code"), [("SIG_DFL", 129), ("SIG_IGN", 0)])
+def test_a_closed_terminal_ends_it_unless_nohup_says_otherwise(inherited: str, code: int) -> None:
+    command = [sys.executable, "-c", HANGING_UP % inherited]
+    assert subprocess.run(command, timeout=TIMEOUT_S, check=False).returncode == code
+
+
 def test_a_killed_engine_is_one_clear_line(edgelm: Edgelm, endless: Path) -> None:
     for number, expected in ((signal.SIGKILL, "memory may have run out"), (signal.SIGSEGV, "SIGSEGV")):
         with edgelm.start("run", endless, "hello", "--ctx", "100000", "--temperature", "0") as process:

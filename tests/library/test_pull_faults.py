@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -324,6 +325,34 @@ def test_a_gated_file_says_how_to_get_it(server: HubServer, puller: Puller, cont
     assert puller.parts() == []
 
 
+@pytest.mark.parametrize(
+    ("status", "headers", "expected"),
+    [
+        (
+            401,
+            {"X-Error-Code": "GatedRepo"},
+            "m-GGUF is gated: {hub} redirects to {other}, which gets no login; accept its licence at {other}/o/m-GGUF",
+        ),
+        (403, {"X-Error-Code": "GatedRepo"}, "m-GGUF, then set HF_ENDPOINT={other} and log in with `hf auth login`"),
+        (
+            403,
+            {"X-Error-Message": "Access is restricted"},
+            "{other}, to which {hub} redirects, refuses o/m-GGUF (HTTP 403); if it is private or gated, set",
+        ),
+        (401, {}, "{other}, to which {hub} redirects, refuses o/m-GGUF (HTTP 401); run it again later, or set another"),
+    ],
+)
+def test_a_mirror_that_redirects_to_a_hub_which_refuses(
+    server: HubServer, puller: Puller, content: bytes, status: int, headers: dict[str, str], expected: str
+) -> None:
+    server.order(FILE, Fault("status", status=status, headers=headers, times=9))
+    with pytest.raises(EdgeLMError) as error:
+        puller.pull(NAME)
+    hub = server.url.removeprefix("http://")
+    assert expected.format(other=server.cdn, hub=hub) in one_line(error)
+    assert [event for event in puller.events if isinstance(event, Retrying)] == []
+
+
 def test_an_unreachable_address_gives_one_line(server: HubServer, puller: Puller) -> None:
     server.__exit__(None, None, None)
     with pytest.raises(EdgeLMError, match=r"cannot be reached: .*; check the network and the proxy"):
@@ -351,6 +380,25 @@ def test_a_disk_that_fills_up_in_the_middle_loses_nothing(
     assert puller.parts()[0].stat().st_size == room
     assert puller.pull(NAME).read_bytes() == content
     assert server.sent[-1].start == room
+
+
+def test_a_file_system_without_large_files_gives_one_line(
+    server: HubServer, puller: Puller, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As FAT has them of 4 GiB at most."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    for call in ("pwrite", "ftruncate", "truncate"):
+        monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(EdgeLMError) as error:
+        puller.pull(NAME)
+    assert re.fullmatch(
+        r"/.*/blobs takes no file of 2\.00 MB: the file system, or a limit \(ulimit -f\), does not allow files so "
+        "large; choose another folder: set HF_HUB_CACHE",
+        one_line(error),
+    )
 
 
 def test_a_cache_that_cannot_be_written_gives_one_line(server: HubServer, puller: Puller, content: bytes) -> None:

@@ -6,24 +6,28 @@ import asyncio
 import os
 import pty
 import select
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from edgelm.base.config import load_config
 from edgelm.base.errors import EdgeLMError
+from edgelm.chats.clipboard import copy_text
 from edgelm.chats.history import Chat, Message
 from edgelm.chats.store import SCHEMA_VERSION, Store
 from edgelm.client.link import Link
 from edgelm.commands.chat import _run_screen
 from edgelm.tui.app import ChatApp
 from edgelm.tui.workspace import ChatDefaults
-from tests.tui.conftest import Open
+from tests.tui.conftest import Driver, Open
 from tests.tui.fake_endpoint import ANSWER, FakeEndpoint
 
 
@@ -88,6 +92,40 @@ async def test_after_a_crash_one_line_is_left_and_a_log_without_values(
     assert "of the chat" not in log.read_text()
     assert log.stat().st_mode & 0o777 == 0o600
     assert "".join(capfd.readouterr()).strip("\a") == ""
+
+
+@pytest.mark.parametrize(("name", "copies"), [("SSH_CONNECTION", False), ("SSH_TTY", False), ("DISPLAY", True)])
+def test_over_ssh_no_program_here_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, copies: bool
+) -> None:
+    run = run_screen(tmp_path, monkeypatch, name)
+    assert (run["copy"] == copy_text) == copies
+
+
+def test_the_size_is_that_of_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    monkeypatch.setenv("LINES", "20")
+    leader, follower = pty.openpty()
+    termios.tcsetwinsize(leader, (30, 100))
+    with open(follower, "w") as stream:  # noqa: PTH123 - a descriptor
+        monkeypatch.setattr("sys.__stdout__", stream)
+        assert run_screen(tmp_path, monkeypatch, "TERM")["size"] == (100, 30)
+    os.close(leader)
+
+
+def run_screen(folder: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> dict[str, object]:
+    """Return how the application is made, and the size that it finds, where the environment has a variable."""
+    made: dict[str, object] = {}
+
+    def make(*_: object, **options: object) -> SimpleNamespace:
+        made.update(options)
+        return SimpleNamespace(run=lambda: made.update(size=shutil.get_terminal_size()), return_code=0, num_lost=0)
+
+    monkeypatch.setattr("edgelm.tui.app.ChatApp", make)
+    environment = {f"EDGELM_{kind}_DIR": str(folder / kind) for kind in ("CONFIG", "DATA", "CACHE", "RUNTIME")}
+    link = Link(endpoint="http://127.0.0.1:9", api_key=None, runtime=folder, log=folder / "serve.log")
+    _run_screen(load_config({}, environment | {variable: "1"}), link, ChatDefaults())
+    return made
 
 
 async def test_the_connection_drops(open_chat: Open) -> None:
@@ -237,6 +275,39 @@ async def test_text_cannot_reach_the_terminal_as_control_codes(open_chat: Open) 
         await chat.ask("\x1b[31mq")
         await chat.until(lambda: "red" in chat.text)
         assert not any(code in chat.text for code in "\x1b\x07\x9b")
+
+
+async def test_a_field_cannot_send_control_codes_to_the_terminal(open_chat: Open, tmp_path: Path) -> None:
+    evil = "a\x1b]52;c;ZXZpbA==\x07b \x9b2J \x1b]c\tend"
+    store = Store(tmp_path / "chats.db")
+    imported = Chat(title=evil, system=evil, tags=("t\x1b]d",))
+    store.put_chat(imported)
+    store.put_message(Message(chat=imported.id, parent=None, role="user", text=evil))
+    store.close()
+
+    def codes(chat: Driver) -> list[str]:
+        return [code for code in chat.text if (ord(code) < 32 and code != "\n") or 127 <= ord(code) < 160]
+
+    async with open_chat(size=(140, 40)) as chat:
+        await chat.ready()
+        chat.screen.open_chat(imported.id)
+        await chat.sees("end")
+        assert not codes(chat), "the list of chats, and the chat"
+        await chat.press("up")
+        assert chat.prompt.text == "ab  \ufffd]c\tend"
+        assert not codes(chat), "an earlier message in the prompt"
+        chat.prompt.put("")
+        chat.app.copy_to_clipboard(evil)
+        await chat.press("ctrl+v")
+        assert "end" in chat.prompt.text
+        assert not codes(chat), "what Ctrl+V puts"
+        for command in ("title", "system", "tag", "params"):
+            chat.screen.run_command(command, "")
+            await chat.until(lambda: len(chat.app.screen_stack) == 2, command)
+            await chat.pilot.pause()
+            assert not codes(chat), command
+            await chat.press("escape")
+            await chat.until(lambda: len(chat.app.screen_stack) == 1)
 
 
 CHAT = """

@@ -16,6 +16,7 @@ from edgelm.chats.attached_files import Read, State, read_attachment, state_of
 from edgelm.chats.attachments import Attachment
 from edgelm.chats.folders import MAX_WALK_S, Entry, Walk
 from edgelm.chats.store import Store
+from edgelm.chats.unsent import own_name
 from edgelm.tui.commands.table import Suggestion
 from edgelm.tui.prompt import file_picker
 from edgelm.tui.prompt.outgoing import Outgoing
@@ -368,7 +369,7 @@ async def test_messages_that_wait_are_the_draft_of_the_next_run(
     open_chat: Open, folder: Path, held: threading.Event
 ) -> None:
     def draft(chat: Driver) -> str | None:
-        return chat.screen.workspace.store.read(Store.settings).result(chat.patience_s).get("draft")
+        return chat.screen.workspace.store.read(Store.settings).result(chat.patience_s).get(own_name())
 
     async with open_chat() as chat:
         await chat.ready()

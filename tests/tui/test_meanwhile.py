@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import sqlite3
+import subprocess
+import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from edgelm.base.errors import EdgeLMError
+from edgelm.base.runtime import birth
 from edgelm.chats.attachments import Attachment
+from edgelm.chats.store import Store
+from edgelm.chats.unsent import own_name
 from edgelm.tui.prompt.outgoing import Outgoing
 from edgelm.tui.workspace import LastRun, Workspace
 from tests.tui.conftest import Driver, Open
@@ -137,6 +145,44 @@ async def test_a_message_that_begins_with_a_slash_is_no_command_when_it_comes_ag
         await chat.until(lambda: chat.screen.workspace.chats, "the state of the last time")
         await chat.press("up")
         assert chat.prompt.text == "//new is a command"
+
+
+async def test_two_windows_have_each_their_own_unsent_text(open_chat: Open, tmp_path: Path) -> None:
+    def put(name: str, text: str) -> None:
+        store = Store(tmp_path / "chats.db")
+        store.put_setting(name, text)
+        store.close()
+
+    put("draft", "of an older version")
+    program = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(program, stdin=subprocess.PIPE) as other:  # noqa: ASYNC220 - before anything waits
+        put(f"draft {other.pid} {birth(other.pid)}".rstrip(), "of another window")
+        async with open_chat() as chat:
+            await chat.until(lambda: chat.prompt.text == "of an older version", "not the other window's")
+            await chat.type(", and more")
+        other.communicate(b"\n")
+    put(f"draft {os.getpid()} 1", "of an ended process whose id we have")
+    async with open_chat() as chat:
+        await chat.until(lambda: chat.prompt.text.count("\n") == 2, "the texts of all that have ended")
+        assert sorted(chat.prompt.text.split("\n")) == [
+            "of an ended process whose id we have", "of an older version, and more", "of another window",
+        ]  # fmt: skip
+    store = Store(tmp_path / "chats.db")
+    assert [name for name in store.settings() if name.startswith("draft")] == [own_name()]
+    store.close()
+
+
+async def test_an_unsent_text_is_there_while_the_file_cannot_be_written(open_chat: Open, tmp_path: Path) -> None:
+    store = Store(tmp_path / "chats.db")
+    store.put_setting("draft", "words")
+    with closing(sqlite3.connect(tmp_path / "chats.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        async with open_chat() as chat:
+            await chat.until(lambda: chat.prompt.text == "words", "the text")
+            other.execute("COMMIT")
+            await chat.until(lambda: store.settings().get(own_name()) == "words", "saved as this process's")
+            assert "draft" not in store.settings()
+    store.close()
 
 
 async def test_a_kept_draft_stays_where_keys_are_faster_than_the_disk(

@@ -11,6 +11,7 @@ from textual.containers import VerticalScroll
 from textual.events import MouseScrollDown, MouseScrollLeft, MouseScrollRight, MouseScrollUp
 from textual.widgets import Input
 
+from edgelm.base.errors import RequestError
 from edgelm.client.watching import Chunk, StepSeen
 from edgelm.tui.commands.chats import archive
 from edgelm.tui.commands.table import KEY_GROUPS, HelpScreen
@@ -89,6 +90,28 @@ async def roll(chat: Driver, event: type[MouseScrollUp | MouseScrollDown]) -> No
 
 async def copied(chat: Driver, text: str) -> None:
     await chat.until(lambda: chat.app.clipboard == text, f"{text[:20]} on the clipboard")
+
+
+async def test_a_program_of_the_desktop_copies_too(open_chat: Open) -> None:
+    texts: list[str] = []
+
+    def copy(text: str) -> None:
+        texts.append(text)
+        raise RequestError("nothing here copies")
+
+    async with open_chat() as chat:
+        await chat.ask("q")
+        chat.app._copy = copy
+        await chat.press("ctrl+y")
+        await chat.until(lambda: texts == [ANSWER], "the answer copied")
+        chat.prompt.put("word")
+        chat.prompt.select_all()
+        await chat.press("ctrl+c")
+        await chat.until(lambda: texts[-1] == "word", "a selection copied")
+        chat.app.copy_to_clipboard("one")
+        chat.app.copy_to_clipboard("two")
+        await chat.until(lambda: texts[-2:] == ["two", "two"], "the last one stays")
+        assert not [note for note in chat.app._notifications if note.severity == "error"]
 
 
 # Everywhere

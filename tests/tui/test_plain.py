@@ -24,6 +24,7 @@ import pytest
 from PIL import Image
 
 from edgelm.chats import store_thread
+from edgelm.chats.clipboard import copy_text
 from edgelm.chats.history import Message
 from edgelm.chats.store import ChatsError, Store
 from edgelm.chats.tools.consents import Consents
@@ -433,6 +434,14 @@ async def test_code_is_listed_saved_and_copied(
     assert (tmp_path / "copied").read_text() == f"a = 1\nb = 2\n{endpoint.answers[0]}\n"
 
 
+def test_windows_gets_its_own_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "clip.exe").write_text(f"#!/bin/sh\n{shutil.which('cat')} >{tmp_path}/copied\n")
+    (tmp_path / "clip.exe").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    copy_text("naïve 日本\ud83d")
+    assert (tmp_path / "copied").read_text("utf-16") == "naïve 日本?"
+
+
 async def test_two_versions_are_compared(talk: Talk, endpoint: FakeEndpoint) -> None:
     endpoint.answers = ["the first", "the second", "the third"]
     text = await talk(
@@ -745,3 +754,12 @@ async def test_calls_of_tools_in_lines_without_a_terminal_are_refused(
         "starter: Then not.\n"
     )
     assert [call.state for call in saved_messages(tmp_path)[-1].calls] == ["refused"]
+
+
+def test_an_ignored_interrupt_stays_ignored_while_a_line_is_read() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a script
+    try:
+        with plain_lines.raised_interrupt():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from types import SimpleNamespace
 
 import pytest
 from textual import events
 from textual._compositor import LayoutUpdate
 from textual._xterm_parser import XTermParser
+from textual.drivers import linux_driver
 from textual.drivers.linux_driver import LinuxDriver
 
-from edgelm.tui.terminal_input import InputParser, TerminalAnswer
+from edgelm.tui.terminal_input import PASTE, PASTED, InputParser, TerminalAnswer
 from tests.tui.conftest import Open
 
 
@@ -108,6 +111,80 @@ def test_newlines_in_a_paste_stay_in_their_place(newline: str, step: int) -> Non
     data = f"one{newline}two{newline}{newline}three\x1b[201~y"
     reads = [data[i : i + step] for i in range(0, len(data), step)]
     assert read("x\x1b[200~", *reads) == ["x", "[one\ntwo\n\nthree]", "y"]
+
+
+PASTES = (
+    ("\x1b[31merror\x1b[0m\r!touch x\rand the rest of a log", "error\n!touch x\nand the rest of a log"),
+    ("\x1b]8;;http://x/\x1b\\link\x1b]8;;\x1b\\ \x1b]0;title\x07\x1b(Bend", "link end"),
+    ("\x1b]52;c;QUJD\r!touch x\r", "�]52;c;QUJD\n!touch x\n"),
+    ("a\x1bb\x1b", "a�b�"),
+    ("a\x1b\x1b[A\rb", "a�\nb"),
+    ("\x1bOA\x1b[M###\x1b", "�OA###�"),
+    ("a\x1b[201\rb\x1b[2", "a�[201\nb�[2"),
+    ("a\x1b[200~b\x9b201~\r\x8fA\x08\x7f\x03", "ab\n�A���"),
+    ("tab\there\r\nline\x0c\x85", "tab\there\nline��"),
+)
+
+
+@pytest.mark.parametrize(("pasted", "text"), PASTES)
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
+def test_nothing_in_a_paste_is_a_key(pasted: str, text: str, step: int, clock: list[float]) -> None:
+    data = f"x\x1b[200~{pasted}\x1b[201~y"
+    assert read(*(data[i : i + step] for i in range(0, len(data), step))) == ["x", f"[{text}]", "y"]
+
+
+@pytest.mark.parametrize("cut", range(1, len(PASTE)))
+def test_a_paste_begins_in_two_reads(cut: int, clock: list[float]) -> None:
+    parser = InputParser()
+    found = [*parser.feed(PASTE[:cut])]
+    clock[0] += 0.2  # Textual reads an ESC as the key
+    found += [*parser.tick(), *parser.feed(f"{PASTE[cut:]}a\rb{PASTED}")]
+    assert [event.text for event in found if isinstance(event, events.Paste)] == ["a\nb"]
+    assert set(keys(found)) <= {"escape"}
+
+
+@pytest.mark.parametrize(
+    ("sequence", "key", "character"),
+    [
+        ("\x1b[1089::99;5u", "ctrl+c", None),  # Russian
+        ("\x1b[1089:1057:99;6u", "ctrl+shift+c", None),
+        ("\x1b[1084::118;69u", "ctrl+v", None),  # with Caps Lock
+        ("\x1b[959::111;5u", "ctrl+o", None),  # Greek
+        ("\x1b[1079::112;3u", "alt+p", None),
+        ("\x1b[1092::97;;1092u", "ф", "ф"),
+        ("\x1b[1092:1060:97;2;1060u", "Ф", "Ф"),
+        ("\x1b[97:65;2;65u", "A", "A"),
+        ("\x1b[97::113;5u", "ctrl+a", None),  # French: it is the user's own layout
+        ("\x1b[99;5u", "ctrl+c", None),
+        ("\x1b[13;2u", "shift+enter", None),
+        ("\x1b[57414;129u", "enter", None),
+    ],
+)
+def test_keys_of_other_keyboard_layouts(sequence: str, key: str, character: str | None) -> None:
+    assert [(event.key, event.character) for event in InputParser().feed(sequence)] == [(key, character)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("sequence", ["\x1b[97;5:1u", "\x1b[1;5:3A", "\x1b[99999999999;5u"])
+def test_keys_that_cannot_be_read_are_none(sequence: str) -> None:
+    assert read(f"a{sequence}b") == ["a", "b"]
+
+
+def test_the_terminal_is_asked_for_the_layout() -> None:
+    assert linux_driver.KITTY_DISAMBIGUATE_ESCAPE_CODES == 0b101
+
+
+def test_bytes_that_are_not_utf_8_do_not_end_the_chat() -> None:
+    """Such a byte may be part of a report of the mouse in its oldest form; that types nothing."""
+    found: list[object] = []
+    reader, writer = os.pipe()
+    os.write(writer, b"a\xff\x1b[M\x43\x84(b\x1b[M\x20\xf0\xf0c\xe2\x82z")
+    os.close(writer)
+    ended = SimpleNamespace(is_set=iter((False, True)).__next__)  # after one read
+    driver = SimpleNamespace(fileno=reader, exit_event=ended, _debug=False, process_message=found.append)
+    LinuxDriver.run_input_thread(driver)  # type: ignore[arg-type]  # what it uses of a driver
+    os.close(reader)
+    typed = [event.character for event in found if isinstance(event, events.Key)]
+    assert typed == ["a", "\ufffd", "b", "c", "\ufffd", "z"]
 
 
 async def test_all_is_drawn_again_after_fg(open_chat: Open, monkeypatch: pytest.MonkeyPatch) -> None:

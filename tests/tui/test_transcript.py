@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from rich.cells import cell_len
+from rich.style import Style
 from rich.text import Text
 from textual.theme import BUILTIN_THEMES
 
@@ -25,6 +26,7 @@ from edgelm.tui.status import Status, status_text
 from edgelm.tui.transcript.document import Document
 from edgelm.tui.transcript.markdown import code_blocks
 from edgelm.tui.transcript.views import Flow, MessageView
+from edgelm.tui.transcript.widget import Layout, _moved
 from tests.counts import Count
 from tests.tui.fake_endpoint import ANSWER
 
@@ -317,3 +319,25 @@ def test_a_folded_answer_tells_its_lines_of_the_screen() -> None:
 def test_a_folded_message_as_wide_as_the_text_is_one_line(more: int, end: str) -> None:
     (line,) = FoldedRow("x" * (text_width(60) + more)).draw(60, PALETTE)
     assert line.text.plain.removesuffix("…").endswith(end)
+
+
+EMOJI = {
+    "warning": "x ⚠\ufe0f " * 40,
+    "keycap": "1\ufe0f\u20e3" * 60,
+    "family": "👩\u200d👩\u200d👧" * 40,
+    "flag": "🇩🇪" * 60,
+    "skin": "👍🏽" * 60,
+}
+
+
+@pytest.mark.parametrize("text", EMOJI.values(), ids=EMOJI)
+def test_emoji_of_several_characters_fit_into_their_room(text: str) -> None:
+    for width in (7, 80):
+        lines = wrap_cells(Text(text), width)
+        assert "".join(line.text.plain for line in lines) == text
+        assert max(line.text.cell_len for line in lines) <= width
+        for pan in range(0, 30, 3):
+            layout = Layout(width=width, y=0, pan=pan, room=width, fill_to=0)
+            shown = "".join(segment.text for segment in _moved([(text, Style())], 0, layout, Style()))
+            assert cell_len(shown) == width
+            assert pan or shown[:-1].rstrip() in text, "no emoji is missing"

@@ -23,6 +23,7 @@ from textual.containers import Vertical, VerticalScroll
 from textual.widgets import Input, Static
 
 from edgelm.tui.dialogs.basic import FOCUS_CSS, Dialog
+from edgelm.tui.fields import LineField
 from edgelm.tui.hints import Hint, footer
 
 
@@ -396,7 +397,7 @@ class HelpScreen(Dialog[None]):
         with Vertical() as box:
             box.border_title = "Keys and commands"
             box.border_subtitle = footer([Hint("Esc", "closes", "screen.dismiss(None)")], "; a click runs a command")
-            yield Input(placeholder="type to filter")
+            yield LineField(placeholder="type to filter")
             with VerticalScroll(can_focus=False):
                 yield Static(self._page())
 

@@ -20,6 +20,7 @@ from textual.screen import ModalScreen, ScreenResultType
 from textual.widgets import Input, Label, OptionList, TextArea
 from textual.widgets.option_list import Option
 
+from edgelm.tui.fields import LineField, TextField
 from edgelm.tui.hints import CANCEL, Hint, footer
 from edgelm.tui.palette import list_text
 
@@ -100,7 +101,7 @@ class PickScreen(Dialog[str | None]):
         with Vertical() as box:
             box.border_title = Content(self._title)
             box.border_subtitle = footer(self._hints)
-            yield Input(placeholder="type to filter")
+            yield LineField(placeholder="type to filter")
             yield OptionList()
             yield from self.compose_below()
 
@@ -166,7 +167,7 @@ class LineScreen(Dialog[str | None]):
         with Vertical() as box:
             box.border_title = Content(self._title)
             box.border_subtitle = footer([Hint("Enter", "saves", "screen.save"), CANCEL])
-            yield Input(self._text)
+            yield LineField(self._text)
 
     @on(Input.Submitted)
     def action_save(self) -> None:
@@ -193,7 +194,7 @@ class TextScreen(Dialog[str | None]):
             box.border_title = Content(self._title)
             box.border_subtitle = footer([Hint("Ctrl+S", "saves", "screen.save"), CANCEL])
             yield Label(self._help)
-            yield TextArea(self._text, soft_wrap=True, highlight_cursor_line=False)
+            yield TextField(self._text, soft_wrap=True, highlight_cursor_line=False)
 
     def action_save(self) -> None:
         self.dismiss(self.query_one(TextArea).text.strip())

@@ -19,6 +19,7 @@ from edgelm.base.config import SETTINGS
 from edgelm.base.errors import RequestError
 from edgelm.base.sampling import SAMPLING
 from edgelm.tui.dialogs.basic import FOCUS_CSS, Dialog
+from edgelm.tui.fields import LineField
 from edgelm.tui.hints import CANCEL, Hint, footer
 from edgelm.tui.transcript.passages import one_line
 
@@ -148,7 +149,7 @@ class ParamsScreen(Dialog[dict[str, Value] | None]):
                         yield Label(param.name, classes="name")
                         default = self._defaults.get(param.name, "not set")
                         value = self._current.get(param.name, "")
-                        yield Input(one_line(str(value)), placeholder=one_line(str(default)), id=param.name)
+                        yield LineField(one_line(str(value)), placeholder=one_line(str(default)), id=param.name)
                         yield Label(self._help(param), classes="help")
             yield Label("", id="help", markup=False)
             yield Label("", id="problem", markup=False)

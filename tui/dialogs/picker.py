@@ -26,6 +26,7 @@ from edgelm.base.workers.parent import in_daemon_thread
 from edgelm.library.catalog import Entry, entries, hub_reference, needed_bytes
 from edgelm.library.progress import size_text
 from edgelm.tui.dialogs.basic import DIALOG_CSS, Dialog
+from edgelm.tui.fields import LineField
 from edgelm.tui.hints import CANCEL, Hint, footer
 from edgelm.tui.lines import clean, short_name
 from edgelm.tui.model_names import FolderEntry, is_path, model_entries
@@ -99,7 +100,8 @@ class PickerScreen(Dialog[Picked | None]):
             box.border_title = self._title
             box.border_subtitle = footer([Hint("Enter", "chooses", "screen.choose"), CANCEL])
             path = ", or a path" if self._choose_installed else ""
-            yield Input(placeholder="type to filter" if self._note else f"type to filter; OWNER/NAME of the hub{path}")
+            more = "" if self._note else f"; OWNER/NAME of the hub{path}"
+            yield LineField(placeholder=f"type to filter{more}")
             yield OptionList()
             yield Label(self._note, markup=False)
 

@@ -17,6 +17,7 @@ from textual.widgets import Input, Label, OptionList
 from textual.widgets.option_list import Option
 
 from edgelm.tui.dialogs.basic import DIALOG_CSS, Dialog
+from edgelm.tui.fields import LineField
 from edgelm.tui.hints import CANCEL, Hint, footer
 from edgelm.tui.palette import list_text
 from edgelm.tui.tags import tag_names
@@ -38,7 +39,7 @@ class TagScreen(Dialog[tuple[str, ...] | None]):
             box.border_title = "Tags of the chat"
             box.border_subtitle = footer([Hint("Enter", "saves", "screen.save"), CANCEL])
             yield Label("Words, with spaces between them. #TAG in the search filters.")
-            yield Input(" ".join(self._tags), placeholder="work ideas", select_on_focus=False)
+            yield LineField(" ".join(self._tags), placeholder="work ideas", select_on_focus=False)
             yield OptionList()
 
     def on_mount(self) -> None:

@@ -181,7 +181,7 @@ class PlainChat:
     def _go_on_from(self, last_run: LastRun) -> None:
         self._lacks_last_run = False
         self._lines.load_history(last_run.sent)
-        self._unsent = last_run.settings.get("draft", "") if self._lines.can_prefill else ""
+        self._unsent = last_run.unsent if self._lines.can_prefill else ""
 
     def _load_again(self) -> None:
         """Load the last run's state, which could not be read at the start, and say which model answers now."""
@@ -235,7 +235,7 @@ class PlainChat:
         unsent, self._unsent = self._unsent, ""
         text = self._lines.message(PROMPT, unsent)
         if unsent:
-            self._workspace.remember("draft", "")
+            self._workspace.remember_unsent("")
         return text
 
     def _take(self, text: str) -> None:

@@ -114,8 +114,12 @@ async def told(writer: Writer, activity: str, work: Coroutine[Any, Any, T]) -> T
 
 @contextmanager
 def raised_interrupt() -> Iterator[None]:
-    """Let Ctrl+C raise KeyboardInterrupt while a line is read in the loop, whose own handler waits for the line."""
-    if threading.current_thread() is not threading.main_thread():  # it gets no signals
+    """Let Ctrl+C raise KeyboardInterrupt while a line is read in the loop, whose own handler waits for the line.
+
+    It stays ignored where it was: in the background of a script.
+    """
+    is_main = threading.current_thread() is threading.main_thread()  # the others get no signals
+    if not is_main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         yield
         return
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -16,10 +16,11 @@ from textual.message import Message as Event
 from textual.reactive import reactive
 from textual.timer import Timer
 from textual.widget import Widget
-from textual.widgets import TextArea
 from textual.widgets.text_area import Edit, EditResult
 
 from edgelm.tui.commands.table import Command, Suggestion, complete, in_lines
+from edgelm.tui.control_codes import clean_text
+from edgelm.tui.fields import TextField
 from edgelm.tui.hints import Hint
 from edgelm.tui.palette import list_text
 from edgelm.tui.prompt.pasted import is_long, may_be_paths
@@ -44,7 +45,7 @@ class History:
 
     def load(self, texts: Iterable[str]) -> None:
         """Insert older texts before those of this run."""
-        before = list(texts)
+        before = list(map(clean_text, texts))  # as the prompt shows them
         self._texts = [*before, *self._texts]
         self._index += len(before)
 
@@ -90,7 +91,7 @@ class History:
         return self._unsent if index == len(self._texts) else self._texts[index]
 
 
-class Prompt(TextArea):
+class Prompt(TextField):
     """A text area that sends its text at Enter.
 
     Keys that concern more than the text call its owner: of what a message told, the next key of a read would know

@@ -18,6 +18,7 @@ from textual.message import Message as Event
 from textual.widgets import Input, Static
 
 from edgelm.tui.dialogs.basic import FOCUS_CSS
+from edgelm.tui.fields import LineField
 from edgelm.tui.hints import Hint
 from edgelm.tui.lines import Line
 
@@ -127,7 +128,7 @@ class FindBar(Horizontal):
 
     def compose(self) -> ComposeResult:
         yield Static("Find", classes="label")
-        yield Input(placeholder="words in this chat", select_on_focus=True)
+        yield LineField(placeholder="words in this chat", select_on_focus=True)
         yield Static("", id="found")
 
     @property

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, Self
 
-from rich.cells import get_character_cell_size
+from rich.cells import split_graphemes
 from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
@@ -799,17 +799,17 @@ def _moved(parts: Sequence[tuple[str, Style]], prefix: int, layout: Layout, back
     index = cells = used = 0
     for words, style in parts:
         kept, at = "", index
-        for character in words:
+        for start, end, size in split_graphemes(words)[0]:  # an emoji may be several characters
+            index += end - start
             if prefix <= cells < hidden_to:
-                at = index + 1
+                at = index
                 if cells == prefix:
                     segments.append(Segment("‹", background + MORE))
                     used += 1
             elif used < layout.room:
-                kept += character
-                used += get_character_cell_size(character)
-            cells += get_character_cell_size(character)
-            index += 1
+                kept += words[start:end]
+                used += size
+            cells += size
         if kept:
             segments.append(Segment(kept, style + Style.from_meta({"offset": (at, layout.y)})))
     room = layout.room

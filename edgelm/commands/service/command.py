@@ -14,7 +14,7 @@ import typer
 
 from edgelm.base.config import Config, load_config
 from edgelm.base.errors import EdgeLMError
-from edgelm.base.places import variables_of_a_shell
+from edgelm.base.places import home_folder, variables_of_a_shell
 from edgelm.commands.flags import Flags, Json, SettingsOf
 from edgelm.commands.service.launchd import Launchd
 from edgelm.commands.service.system import Definition, Manager
@@ -82,7 +82,7 @@ def show_logs(
 
 def _manager(config: Config) -> Manager:
     if sys.platform == "darwin":
-        home = Path.home() / "Library"
+        home = home_folder() / "Library"
         return Launchd(home / "LaunchAgents", home / "Logs" / "edgelm.log")
     return Systemd(config.places.systemd_units)
 

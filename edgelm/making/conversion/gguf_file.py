@@ -21,7 +21,7 @@ import numpy as np
 from gguf import GGUFWriter
 
 from edgelm.base.atomic import atomic_json, read_json, sync
-from edgelm.base.disk import require_space, unfinished
+from edgelm.base.disk import DISK_FULL, TOO_LARGE, require_space, unfinished
 from edgelm.base.errors import EdgeLMError
 from edgelm.making.conversion.tensors import Bytes, OutTensor
 
@@ -164,7 +164,9 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno == errno.EFBIG:
+            raise EdgeLMError(f"{path.parent} cannot take {path.name}: {TOO_LARGE}", "choose another folder") from None
+        if error.errno in DISK_FULL:
             raise EdgeLMError(
                 f"the disk of {path.parent} is full", "free some space; the same command goes on where it stopped"
             ) from None
