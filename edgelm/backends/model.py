@@ -20,6 +20,7 @@ from edgelm.checkpoints.recommended import folder_sampling, gguf_sampling
 from edgelm.checkpoints.summary import ModelFacts, ModelKind, model_facts
 from edgelm.engine.core import PictureReader
 from edgelm.engine.engine import Engine
+from edgelm.library.ollama_format import refuse_ollamas_own
 from edgelm.text.prompt_token_cache import PromptTokenCache
 from edgelm.text.tokenizer import Tokenizer
 
@@ -132,6 +133,7 @@ def open_model(path: Path) -> Iterator[OpenedModel]:
             yield OpenedModel(path, folder_facts(folder), folder=folder, config=read_config_json(folder.folder))
         return
     with open_gguf(path) as gguf:
+        refuse_ollamas_own(gguf)
         check_for_llama(gguf)
         yield OpenedModel(path, model_facts(gguf), gguf=gguf)
 

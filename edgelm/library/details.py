@@ -23,6 +23,7 @@ from edgelm.checkpoints.recommended import folder_sampling, gguf_sampling
 from edgelm.checkpoints.safetensors import Safetensors
 from edgelm.checkpoints.summary import ModelSummary, model_summary, mtp_heads
 from edgelm.checkpoints.values import is_integer
+from edgelm.library.ollama_format import refuse_ollamas_own
 from edgelm.models.config import folder_problem
 
 MAX_TEXT = 200
@@ -91,6 +92,7 @@ def gguf_details(gguf: GGUF) -> Details:
     summary = model_summary(gguf)
     problem = None
     try:
+        refuse_ollamas_own(gguf)
         check_for_llama(gguf)
     except ModelError as error:
         problem = str(error)
