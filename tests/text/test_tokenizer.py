@@ -203,7 +203,7 @@ def test_a_bos_that_the_file_does_not_name_is_none(tmp_path: Path, named: bool, 
     letters = [chr(ord("!") + i) for i in range(12)]  # as in GPT-2 and Qwen: the twelfth is a comma
     writer.add_token_list([*letters, "<|im_start|>", "<|im_end|>"])
     writer.add_token_types([TokenType.NORMAL] * 12 + [TokenType.CONTROL] * 2)
-    writer.add_token_merges(["! \""])
+    writer.add_token_merges(['! "'])
     writer.add_eos_token_id(13)
     writer.add_add_bos_token(added)
     if named:
