@@ -58,6 +58,7 @@ class Tiny:
     nan_logits: bool = False  # loads, and computes NaN
     endless: bool = False  # the end token's logit is 0, far below the best one's: a greedy answer does not end
     experts: int = 0  # in each layer, two of which compute a token; 0: no mixture
+    temperature: float | None = None  # that the file recommends
     script: tuple[int, ...] = ()  # different tokens; behind one of them, a greedy answer goes on with the next one
 
     def __post_init__(self) -> None:
@@ -131,6 +132,8 @@ def _write_shape(writer: GGUFWriter, tiny: Tiny) -> None:
     writer.add_rope_freq_base(10_000.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(tiny.vocab_size)
+    if tiny.temperature is not None:
+        writer.add_sampling_temp(tiny.temperature)
     if tiny.experts:
         writer.add_expert_count(tiny.experts)
         writer.add_expert_used_count(2)

@@ -80,6 +80,7 @@ def build(job: EngineJob, reports: Reports = LOGGED, places: Places | None = Non
             with _gpu_load(choice, settings, reports) as watched:
                 loaded = build_torch(drafting, job, device=choice.device, draft=beside, places=places, reports=watched)
         facts, parts, adapters = model.facts, model.files, _adapters(model, settings, places)
+        sampling = model.sampling
     if choice.engine == "llama":
         from edgelm.backends.llama.build import LlamaFiles, build_llama  # it imports llama.cpp
 
@@ -93,7 +94,7 @@ def build(job: EngineJob, reports: Reports = LOGGED, places: Places | None = Non
     unused_gpu = choice.unused_gpu or partly_used(loaded.engine.info.device, choice, settings)
     if unused_gpu and not choice.unused_gpu:
         reports.warn(unused_gpu)
-    loaded = replace(loaded, unused_gpu=unused_gpu)
+    loaded = replace(loaded, unused_gpu=unused_gpu, sampling=sampling)
     if template is not None:
         loaded.tokenizer.chat_template = template
     return loaded

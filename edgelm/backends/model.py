@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,11 @@ from edgelm.base.errors import RequestError
 from edgelm.base.workers.messages import Footprint
 from edgelm.checkpoints.gguf import GGUF, open_gguf
 from edgelm.checkpoints.llama_checks import check_for_llama
+from edgelm.checkpoints.recommended import folder_sampling, gguf_sampling
 from edgelm.checkpoints.summary import ModelFacts, ModelKind, model_facts
 from edgelm.engine.core import PictureReader
 from edgelm.engine.engine import Engine
+from edgelm.library.ollama_format import refuse_ollamas_own
 from edgelm.text.prompt_token_cache import PromptTokenCache
 from edgelm.text.tokenizer import Tokenizer
 
@@ -46,6 +48,7 @@ class LoadedModel:
     pairs: PairEncoder | None = None  # of a model that ranks documents
     pictures: PictureReader | None = None  # of a model that sees
     unused_gpu: str = ""  # the line about a GPU that stands here and is not used (choice.py)
+    sampling: Mapping[str, float] = field(default_factory=dict)  # as the model's files recommend
 
     def require(self, kind: ModelKind, asked: str = "") -> None:
         """Raise RequestError for a model of another kind; a model of text embeds, too.
@@ -77,6 +80,13 @@ class OpenedModel:
     @property
     def files(self) -> tuple[Path, ...]:
         return self.gguf.paths if self.gguf else self.folder.paths if self.folder else ()
+
+    @property
+    def sampling(self) -> Mapping[str, float]:
+        """The sampling parameters that the files recommend."""
+        if self.gguf:
+            return gguf_sampling(self.gguf.metadata)
+        return folder_sampling(self.folder.folder) if self.folder else {}
 
     @property
     def with_head(self) -> OpenedModel:
@@ -123,6 +133,7 @@ def open_model(path: Path) -> Iterator[OpenedModel]:
             yield OpenedModel(path, folder_facts(folder), folder=folder, config=read_config_json(folder.folder))
         return
     with open_gguf(path) as gguf:
+        refuse_ollamas_own(gguf)
         check_for_llama(gguf)
         yield OpenedModel(path, model_facts(gguf), gguf=gguf)
 

@@ -147,28 +147,26 @@ SAMPLING: Mapping[str, SamplingParam] = {
 }
 
 
+# What is sampled where neither a request nor a setting nor the model's file says anything.
+DEFAULT_SAMPLING: Mapping[str, float] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+
+
+def _setting(name: str, help_text: str) -> Any:
+    """Define the setting of a parameter that a model's file may recommend."""
+    text = f"{help_text} (default: as the model's file recommends, else {DEFAULT_SAMPLING[name]})"
+    return setting_field(None, SAMPLING[name].check, text, "run", sampling=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
     """The parameters that have a setting. A request without a value takes the setting's."""
 
-    temperature: float = setting_field(0.8, SAMPLING["temperature"].check, "0 is greedy", "run", sampling=True)
-    top_k: int = setting_field(
-        40, SAMPLING["top_k"].check, "sample among the K most likely tokens", "run", sampling=True
+    temperature: float | None = _setting("temperature", "0 is greedy")
+    top_k: int | None = _setting("top_k", "sample among the K most likely tokens")
+    top_p: float | None = _setting(
+        "top_p", "sample among the most likely tokens that have this share of the probability"
     )
-    top_p: float = setting_field(
-        0.95,
-        SAMPLING["top_p"].check,
-        "sample among the most likely tokens that have this share of the probability",
-        "run",
-        sampling=True,
-    )
-    min_p: float = setting_field(
-        0.05,
-        SAMPLING["min_p"].check,
-        "drop tokens below this share of the best token's probability",
-        "run",
-        sampling=True,
-    )
+    min_p: float | None = _setting("min_p", "drop tokens below this share of the best token's probability")
     seed: int | None = setting_field(
         None,
         number(int, 0, 2**63 - 1, "0 to 2**63 - 1"),

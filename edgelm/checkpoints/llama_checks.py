@@ -17,6 +17,7 @@ from edgelm.base.errors import ModelError
 from edgelm.checkpoints.files import shown
 from edgelm.checkpoints.gguf import GGUF
 from edgelm.checkpoints.gguf_parse import Array, Tensor
+from edgelm.checkpoints.ollama_format import is_ollamas_own
 from edgelm.checkpoints.shape import MAX_VOCAB, Shape, gguf_experts, gguf_shape
 from edgelm.checkpoints.summary import has_only_heads
 
@@ -96,6 +97,8 @@ def require_model(gguf: GGUF) -> None:
         raise ModelError(f"{gguf.name} {NOT_MODELS[kind]}", hint)
     if not gguf.architecture or not gguf.tensors:
         raise ModelError(f"{gguf.name} holds only a vocabulary, no weights", "name the file of a whole model")
+    if is_ollamas_own(gguf):  # where the store is known, library/ollama_format.py names the same model for llama.cpp
+        raise ModelError(f"{gguf.name} is made for Ollama's own engine", "take a GGUF that was made for llama.cpp")
 
 
 def check_scalars(gguf: GGUF) -> None:

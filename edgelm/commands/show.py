@@ -12,6 +12,7 @@ from rich.table import Table
 
 from edgelm.base.config import Config, load_config
 from edgelm.base.errors import ModelError
+from edgelm.base.sampling import DEFAULT_SAMPLING
 from edgelm.commands.flags import Flags, Json, Model, SettingsOf
 from edgelm.commands.job import reader_may_leave
 from edgelm.commands.kept_results import result_lines, results_document, speeds_document
@@ -75,7 +76,20 @@ def _document(model: LocalModel, details: dict[str, Any], entry: Entry | None, c
         "licence": details["licence"] or (entry.licence if entry else None),
         "good_at": entry.good_at if entry else None,
         "last_used": last_used_at(model, config),
+        "sampling": _sampling(details["sampling"], config) if details["kind"] == "text" else {},
     }
+
+
+def _sampling(recommended: dict[str, float], config: Config) -> dict[str, dict[str, Any]]:
+    """Return the values that an answer is sampled with where its request gives none, and where each comes from."""
+    settings = config.settings.as_params()
+    sampling: dict[str, dict[str, Any]] = {}
+    for name, value in {**DEFAULT_SAMPLING, **recommended}.items():
+        source = "the file" if name in recommended else "default"
+        if name in settings:
+            value, source = settings[name], config.sources[name]
+        sampling[name] = {"value": value, "source": source}
+    return sampling
 
 
 def _print_template(model: LocalModel, template: str | None, as_json: bool) -> None:
@@ -128,6 +142,8 @@ def _lines(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "tokenizer", _tokenizer_text(document["tokenizer"])
     if special := document["tokenizer"]["special"]:
         yield "special tokens", ", ".join(f"{name} {text}" for name, text in special.items())
+    if document["sampling"]:
+        yield "sampling", _sampling_text(document["sampling"])
     yield "licence", document["licence"] or "unknown: see the page of the model"
     count = document["files"] or 1
     yield "size", f"{size_text(document['bytes'])} in {count} file{'s' if count > 1 else ''}"
@@ -156,6 +172,10 @@ def _heads_text(heads: dict[str, Any]) -> str:
 def _tokenizer_text(tokenizer: dict[str, Any]) -> str:
     kind = tokenizer["kind"] or "of unknown kind"
     return f"{kind}, {tokenizer['tokens']:,} tokens" if tokenizer["tokens"] else kind
+
+
+def _sampling_text(sampling: dict[str, dict[str, Any]]) -> str:
+    return ", ".join(f"{name} {row['value']:g} ({row['source']})" for name, row in sampling.items())
 
 
 def _memory_text(document: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 from edgelm.backends.model import LoadedModel
 from edgelm.base.config import Settings
 from edgelm.base.errors import RequestError
-from edgelm.base.sampling import SamplingParams
+from edgelm.base.sampling import DEFAULT_SAMPLING, SamplingParams
 from edgelm.engine.core import Event, Masks, PictureSpan, Sampled, Stats
 from edgelm.engine.usage import Usage
 from edgelm.jobs.constraints import Constraints, Style, Styles
@@ -145,7 +145,14 @@ class Answerer:
 
     def _params(self, request: AnswerRequest) -> SamplingParams:
         settings = self._settings
-        values = {"max_tokens": None, "seed": secrets.randbits(32)} | settings.as_params() | request.sampling
+        values: dict[str, Any] = {
+            "max_tokens": None,
+            "seed": secrets.randbits(32),
+            **DEFAULT_SAMPLING,
+            **self._loaded.sampling,
+            **settings.as_params(),
+            **request.sampling,
+        }
         if values.pop("repeatable", False):
             if not self._loaded.engine.info.repeatable:
                 raise RequestError(

@@ -43,8 +43,10 @@ class Embeddings:
         ContextError for one that is too long; the errors of `Engine.embed`.
         """
         self._loaded.require("embedding")
-        if not 1 <= len(request.inputs) <= MAX_INPUTS:
-            raise RequestError(f"there are {len(request.inputs):,} inputs", f"give 1 to {MAX_INPUTS:,}")
+        if len(request.inputs) > MAX_INPUTS:
+            raise RequestError(f"there are {len(request.inputs):,} inputs", f"give at most {MAX_INPUTS:,}")
+        if not request.inputs:
+            return Embedded([], [])
         tokens = await asyncio.to_thread(self._all_tokens, request)
         vectors = await self._loaded.engine.embed(tokens, client)
         return Embedded(_finished(vectors, request), [len(ids) for ids in tokens])
@@ -93,7 +95,7 @@ class Embeddings:
         most = self._token_limit(request.max_tokens)
         if not isinstance(value, str):
             return self._checked_ids(list(value), most, request.truncate, name)
-        if not value:
+        if not value and not request.takes_empty:
             raise RequestError(f"{name} is empty", "give a text with at least one character")
         if len(value) > most * MAX_TOKEN_LEN and request.truncate:
             value = value[: most * MAX_TOKEN_LEN]

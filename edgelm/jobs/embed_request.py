@@ -30,6 +30,7 @@ class EmbedRequest:
     truncate: bool = False  # cut inputs that are too long; without it they are refused
     max_tokens: int | None = None  # of an input; None: as many as the model reads
     normalize: bool = True  # the vectors get the length 1
+    takes_empty: bool = False  # an empty text has the vector of the tokens that the model wants around a text
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from edgelm.checkpoints.gguf import GGUF, open_gguf
 from edgelm.checkpoints.llama_checks import require_model
 from edgelm.checkpoints.safetensors import Safetensors, open_safetensors
 from edgelm.checkpoints.summary import ModelFacts, ModelSummary, model_facts, model_summary
+from edgelm.library.ollama_format import refuse_ollamas_own
 from edgelm.library.readers import Answer, Card, Contents, Describe, Detail
 from edgelm.models.config import folder_problem
 
@@ -68,6 +69,10 @@ def summarize(path: Path) -> tuple[ModelSummary, str]:
 
 
 def _not_a_model(gguf: GGUF) -> str:
+    try:
+        refuse_ollamas_own(gguf)
+    except ModelError as error:
+        return f"{error.message}: {error.hint}"
     try:
         require_model(gguf)
     except ModelError as error:

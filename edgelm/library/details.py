@@ -7,7 +7,7 @@ weights, and does not know how the details are displayed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,11 @@ from edgelm.checkpoints.gguf import GGUF
 from edgelm.checkpoints.gguf_parse import Array
 from edgelm.checkpoints.json_scan import read_json
 from edgelm.checkpoints.llama_checks import check_for_llama
+from edgelm.checkpoints.recommended import folder_sampling, gguf_sampling
 from edgelm.checkpoints.safetensors import Safetensors
 from edgelm.checkpoints.summary import ModelSummary, model_summary, mtp_heads
 from edgelm.checkpoints.values import is_integer
+from edgelm.library.ollama_format import refuse_ollamas_own
 from edgelm.models.config import folder_problem
 
 MAX_TEXT = 200
@@ -52,6 +54,7 @@ class Details:
     licence: str | None = None
     tensor_types: tuple[TensorTypes, ...] = ()
     mtp_heads: int = 0  # layers that predict the tokens after the next one, which draft
+    sampling: Mapping[str, float] = field(default_factory=dict)  # as the files recommend
     problem: str | None = None  # why it cannot be run although it can be read
 
     def document(self) -> dict[str, Any]:
@@ -79,6 +82,7 @@ class Details:
                 for row in self.tensor_types
             ],
             "mtp_heads": self.mtp_heads,
+            "sampling": dict(self.sampling),
             "problem": self.problem,
         }
 
@@ -88,6 +92,7 @@ def gguf_details(gguf: GGUF) -> Details:
     summary = model_summary(gguf)
     problem = None
     try:
+        refuse_ollamas_own(gguf)
         check_for_llama(gguf)
     except ModelError as error:
         problem = str(error)
@@ -102,6 +107,7 @@ def gguf_details(gguf: GGUF) -> Details:
         licence=next((text for text in (licence_name, licence_id) if text and text != "other"), licence_id or None),
         tensor_types=_by_type((info.type.name, info.num_elements, info.nbytes) for info in gguf.tensors.values()),
         mtp_heads=mtp_heads(gguf, summary),
+        sampling=gguf_sampling(gguf.metadata),
         problem=problem,
     )
 
@@ -124,6 +130,7 @@ def folder_details(model: Safetensors) -> Details:
         problem=folder_problem(model.folder) or None,
         tensor_types=_by_type((info.dtype.name, info.num_elements, info.nbytes) for info in model.tensors.values()),
         mtp_heads=facts.mtp_heads,
+        sampling=folder_sampling(model.folder),
     )
 
 

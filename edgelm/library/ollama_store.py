@@ -98,6 +98,15 @@ def projector_blob(root: Path, model: Path) -> Path | None:
     return None
 
 
+def name_of_blob(path: Path) -> str | None:
+    """Return Ollama's name of the model at a path, without `latest`; None: it is in no store."""
+    root = path.parent.parent
+    if path.parent.name != BLOBS or not is_store(root):
+        return None
+    stored = next((model for model in stored_models(root, []) if model.blob == path), None)
+    return stored.name.removeprefix(ORIGIN).removesuffix(LATEST) if stored else None
+
+
 def _blob(root: Path, manifest: Path) -> Path | None:
     """Return the GGUF of a manifest; None: it has no model on this disk. Raises ValueError with the reason."""
     layers = _layers(manifest)

@@ -106,7 +106,7 @@ FAMILIES: dict[str, RawGGUF] = {
     "gemma3n": model("gemma3n", [GEMMA] * 4, attention__shared_kv_layers=2, attention__sliding_window=64),
     "phi3": model("phi3", [FUSED] * 2, attention__sliding_window=0, rope__dimension_count=8),
     "mamba": model("mamba", [MAMBA] * 2, attention__head_count=0, attention__head_count_kv=None, feed_forward_length=0),
-    "lfm2": model("lfm2", [CONV, LLAMA, CONV], attention__head_count_kv=[0, KV_HEADS, 0]),
+    "lfm2": model("lfm2", [CONV, LLAMA, CONV], SHARED, attention__head_count_kv=[0, KV_HEADS, 0]),
     "qwen3next": model("qwen3next", [NORM | {"ssm_in": (WIDTH, 96)}] * 3 + [LLAMA], full_attention_interval=4),
     "deepseek2": model(
         "deepseek2",

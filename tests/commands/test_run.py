@@ -194,6 +194,20 @@ def test_an_answer_repeats_where_it_is_demanded(edgelm: Edgelm, tmp_path: Path) 
     assert first["token_ids"] == second["token_ids"] != []
 
 
+def test_the_sampling_that_a_file_recommends_holds_until_a_flag_says_otherwise(edgelm: Edgelm, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "greedy.gguf", context=512, temperature=0.0)
+
+    def answer(*flags: str) -> list[int]:
+        ids: list[int] = json.loads(edgelm("run", path, "hello", "--json", "--max-tokens", "20", *flags).stdout)[
+            "token_ids"
+        ]
+        return ids
+
+    greedy = answer("--temperature", "0")
+    assert answer("--seed", "1") == answer("--seed", "2") == greedy
+    assert answer("--seed", "1", "--temperature", "1") != greedy
+
+
 def test_a_broken_chat_template_is_one_line(edgelm: Edgelm, tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "chat.gguf", chat_template="{% for x in range(10**12) %}{% endfor %}{{ 1 / 0 }}")
     assert "template" in error_of(edgelm("run", path, "hi"))

@@ -73,6 +73,20 @@ def test_a_gguf(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert text(capsys, "qwen3:4b", template=True) == TEMPLATE.replace("\x1b", "\ufffd") + "\n"
 
 
+def test_how_answers_are_sampled_and_who_says_so(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_tiny(home / "m.gguf", temperature=0.6)
+    monkeypatch.setenv("EDGELM_TOP_K", "30")
+    sampling = shown(capsys, path)["sampling"]
+    assert sampling["temperature"] == {"value": 0.6, "source": "the file"}
+    assert sampling["top_k"] == {"value": 30, "source": "EDGELM_TOP_K"}
+    assert sampling["top_p"] == {"value": 0.95, "source": "default"}
+    assert "temperature 0.6 (the file), top_k 30 (EDGELM_TOP_K), top_p 0.95 (default)" in text(capsys, path)
+    monkeypatch.setenv("EDGELM_TEMPERATURE", "0.1")
+    assert shown(capsys, path)["sampling"]["temperature"] == {"value": 0.1, "source": "EDGELM_TEMPERATURE"}
+
+
 def test_a_layer_that_drafts_is_named(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for heads, named in ((0.0, True), (None, False)):
         path = write_odd(home / "m.gguf", "qwen35", heads=heads)

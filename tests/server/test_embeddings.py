@@ -119,6 +119,28 @@ def test_errors_name_the_input(client: openai.OpenAI) -> None:
     assert vectors(client, "bert", "cat " * 900, extra_body={"truncate": True}).shape == (1, 64)
 
 
+@pytest.mark.parametrize("given", ["", []])
+def test_no_input_has_no_vectors_for_a_client_of_ollama(front: Front, given: str | list[str]) -> None:
+    answer = front.http.post("/api/embed", json={"model": "bert", "input": given})
+    assert (answer.status_code, answer.json()["embeddings"]) == (200, [])
+    assert front.http.post("/v1/embeddings", json={"model": "bert", "input": given}).status_code == 400, "as OpenAI's"
+
+
+def test_an_empty_text_among_others_has_a_vector_for_a_client_of_ollama(front: Front) -> None:
+    def embedded(*texts: str) -> list[list[float]]:
+        answer = front.http.post("/api/embed", json={"model": "bert", "input": texts})
+        assert answer.status_code == 200, answer.text
+        rows: list[list[float]] = answer.json()["embeddings"]
+        return rows
+
+    first, empty, last = embedded("the cat", "", "a dog")
+    assert (first, last) == (
+        pytest.approx(embedded("the cat")[0], abs=1e-4),
+        pytest.approx(embedded("a dog")[0], abs=1e-4),
+    )
+    assert np.linalg.norm(empty) == pytest.approx(1, abs=1e-4)
+
+
 def test_the_list_of_models_tells_their_kinds(front: Front) -> None:
     models = {model["id"]: model["edgelm"]["kind"] for model in front.http.get("/v1/models").json()["data"]}
     assert models | {"bert": "embedding", "folder": "embedding", "ranker": "rerank", "tiny": "text"} == models

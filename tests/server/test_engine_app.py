@@ -425,12 +425,22 @@ async def test_a_bias_of_no_token_of_the_model(app: Any, engine: FakeEngine) -> 
     assert "logit_bias" in answer.json()["error"]["message"]
 
 
+async def test_a_request_beats_a_setting_that_beats_the_models_file(engine: FakeEngine, templates: Any) -> None:
+    recommended = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.05}
+    loaded = LoadedModel("fake", cast(Any, engine), cast(Any, FakeTokenizer()), cast(Any, None), sampling=recommended)
+    settings = Settings(top_k=30, top_p=0.8)
+    app = engine_app(EngineParts(loaded, Answerer(loaded, templates, None, settings)), "key")
+    await post(app, engine, END, top_p=0.7)
+    (params,) = engine.params
+    assert (params.top_p, params.top_k, params.temperature, params.min_p) == (0.7, 30, 0.6, 0.05)
+    assert params.repetition_penalty == 1.05
+
+
 async def test_the_settings_fill_what_a_request_omits(app: Any, engine: FakeEngine) -> None:
     await post(app, engine, END)
     await post(app, engine, END)
     one, other = engine.params
-    defaults = Settings()
-    assert (one.temperature, one.top_k, one.top_p) == (defaults.temperature, defaults.top_k, defaults.top_p)
+    assert (one.temperature, one.top_k, one.top_p, one.min_p) == (0.8, 40, 0.95, 0.05)
     assert one.stop_ids == {9}
     assert one.draft == "auto"
     assert one.seed != other.seed, "without a seed, each request has its own"

@@ -717,6 +717,7 @@ def test_vectors_in_every_dialect(remote: Setting) -> None:
     assert struct.unpack("<3f", base64.b64decode(spelled["data"][0]["embedding"])) == (3.0, 4.0, 0.0)
     ollama = remote.post("/api/embed", {"model": "vectors:latest", "input": ["hey"]}).json()
     assert (ollama["embeddings"], ollama["prompt_eval_count"]) == ([[3.0, 4.0, 0.0]], 7)
+    assert remote.post("/api/embed", {"model": "vectors:latest", "input": []}).json()["embeddings"] == []
     older = remote.post("/api/embeddings", {"model": "vectors", "prompt": "hey"}).json()
     assert older == {"embedding": [3.0, 4.0, 0.0]}
 

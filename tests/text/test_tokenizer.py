@@ -21,6 +21,7 @@ from edgelm.backends.llama.api import start_backend
 from edgelm.backends.llama.binding import L
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.base.errors import ModelError, RequestError
+from edgelm.text.template import ChatTemplate
 from edgelm.text.tokenizer import Tokenizer
 from tests.real_data import data_file, vocabulary, with_vocabulary
 from tests.tiny import BOS, EOS, FIRST_BYTE, write_tiny
@@ -193,6 +194,23 @@ def test_bos_is_added_if_the_model_wants_it_and_never_twice(name: str) -> None:
         assert tokenizer.encode(text, special=True, bos=True).count(bos) == 1
         assert tokenizer.encode(text, special=False, bos=True).count(bos) == 1
         assert tokenizer.encode(text, special=False, bos=True)[1] != bos
+
+
+@pytest.mark.parametrize(("named", "added", "bos"), [(False, False, None), (True, False, 12), (False, True, 11)])
+def test_a_bos_that_the_file_does_not_name_is_none(tmp_path: Path, named: bool, added: bool, bos: int | None) -> None:
+    """llama.cpp takes token 11 for it: a template would begin every prompt with a comma."""
+    writer = start_gguf(tmp_path / "bpe.gguf", "gpt2")
+    letters = [chr(ord("!") + i) for i in range(12)]  # as in GPT-2 and Qwen: the twelfth is a comma
+    writer.add_token_list([*letters, "<|im_start|>", "<|im_end|>"])
+    writer.add_token_types([TokenType.NORMAL] * 12 + [TokenType.CONTROL] * 2)
+    writer.add_token_merges(['! "'])
+    writer.add_eos_token_id(13)
+    writer.add_add_bos_token(added)
+    if named:
+        writer.add_bos_token_id(12)
+    tokenizer = LlamaTokenizer.from_file(finish(writer, tmp_path / "bpe.gguf"))
+    assert tokenizer.bos_id == bos
+    assert ChatTemplate.of(tokenizer).bos == ("" if bos is None else tokenizer.text_of(bos))
 
 
 @every_vocab

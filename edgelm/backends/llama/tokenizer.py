@@ -34,11 +34,18 @@ class LlamaTokenizer:
     """A tokenizer on a vocabulary of llama.cpp. Raises ModelError if that is empty.
 
     `owner` keeps the memory of the vocabulary alive. `lowers` and `strips`: a BERT makes letters lower case, and strips
-    their accents.
+    their accents. `names_bos`: the file says which token is the BOS.
     """
 
     def __init__(
-        self, vocab: Any, owner: object, chat_template: str | None = None, *, lowers: bool = True, strips: bool = True
+        self,
+        vocab: Any,
+        owner: object,
+        chat_template: str | None = None,
+        *,
+        lowers: bool = True,
+        strips: bool = True,
+        names_bos: bool = True,
     ) -> None:
         if L.llama_vocab_type(vocab) == L.LLAMA_VOCAB_TYPE_NONE:
             raise ModelError("the model has no vocabulary", "take one with a tokenizer in its file")
@@ -53,9 +60,11 @@ class LlamaTokenizer:
         self._buffer_lock = threading.Lock()
         self.chat_template = chat_template
         self.num_tokens: int = L.llama_vocab_n_tokens(vocab)
-        self.bos_id = self._id_or_none(L.llama_vocab_bos(vocab))
-        self.eos_id = self._id_or_none(L.llama_vocab_eos(vocab))
         self.num_before = int(L.llama_vocab_get_add_bos(vocab))
+        # llama.cpp's own default is GPT-2's old one, token 11, which is a comma in most vocabularies
+        has_bos = names_bos or bool(self.num_before)
+        self.bos_id = self._id_or_none(L.llama_vocab_bos(vocab)) if has_bos else None
+        self.eos_id = self._id_or_none(L.llama_vocab_eos(vocab))
 
     @classmethod
     def of_model(cls, model: Any, owner: object) -> Self:
@@ -63,7 +72,8 @@ class LlamaTokenizer:
         template = L.llama_model_chat_template(model, None)
         text = None if template is None else template.decode("utf-8", "replace")
         lowers, strips = (_flag(model, f"tokenizer.ggml.normalizer.{key}") for key in ("lowercase", "strip_accents"))
-        return cls(L.llama_model_get_vocab(model), owner, text, lowers=lowers, strips=strips)
+        names_bos = _has_key(model, "tokenizer.ggml.bos_token_id")
+        return cls(L.llama_model_get_vocab(model), owner, text, lowers=lowers, strips=strips, names_bos=names_bos)
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
@@ -292,6 +302,12 @@ def _flag(model: Any, key: str) -> bool:
     """Return a flag of a model's metadata; True: it is not there."""
     buffer = ctypes.create_string_buffer(8)
     return L.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer)) < 0 or buffer.value != b"false"
+
+
+def _has_key(model: Any, key: str) -> bool:
+    """Tell whether a model's metadata has a key."""
+    buffer = ctypes.create_string_buffer(8)
+    return bool(L.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer)) >= 0)
 
 
 class _OwnedModel:

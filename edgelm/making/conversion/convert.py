@@ -28,6 +28,7 @@ from edgelm.checkpoints.encoder import BERT, POOLING, EncoderConfig, encoder_con
 from edgelm.checkpoints.files import file_identity, shown
 from edgelm.checkpoints.folder import folder_name
 from edgelm.checkpoints.quantization import file_exists, quantization_label, quantization_section, read_quantization
+from edgelm.checkpoints.recommended import folder_sampling
 from edgelm.checkpoints.safetensors import Safetensors, open_safetensors
 from edgelm.library.details import folder_licence
 from edgelm.making.conversion.encoder import plan_encoder
@@ -40,7 +41,7 @@ from edgelm.making.conversion.tokenizer_files import read_tokenizer_files, token
 from edgelm.making.conversion.vocabulary import Vocabulary, read_vocabulary, write_vocabulary_keys
 from edgelm.models.config import ModelConfig, read_config
 
-FORMAT = 2  # of the files that this version writes: an unfinished one of another starts over
+FORMAT = 3  # of the files that this version writes: an unfinished one of another starts over
 # llama.cpp strips the white space behind special tokens of models with this name, and fails without these tokens
 PHI = re.compile(r"phi-?3", re.IGNORECASE)
 HEADS = "mtp."  # tensors of multi-token prediction
@@ -175,7 +176,8 @@ def open_source(folder: Path, to: Target, resources: ExitStack, change: Change |
     vocabulary = read_vocabulary(read_tokenizer_files(folder), num_rows)
     inner = decoder_values(document).get("intermediate_size")
     name = _name(folder_name(folder), vocabulary)
-    about = Description(name, folder_licence(folder) or "", inner if isinstance(inner, int) else 0)
+    inner_size = inner if isinstance(inner, int) else 0
+    about = Description(name, folder_licence(folder) or "", inner_size, folder_sampling(folder))
     return Source(folder, config, layout, vocabulary, about, reader, to)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gguf import GGUFType, GGUFWriter, LlamaFileType, PoolingType, RopeScalingType
 from gguf.constants import GGML_QUANT_VERSION
@@ -16,6 +16,7 @@ from gguf.utility import size_label
 
 from edgelm.base.errors import ModelError
 from edgelm.checkpoints.encoder import EncoderConfig
+from edgelm.checkpoints.recommended import GGUF_KEYS
 from edgelm.engine.core import Pooling
 from edgelm.making.conversion.layout import Layout, global_rope, target_family
 from edgelm.making.conversion.number_types import Kind
@@ -43,6 +44,7 @@ class Description:
     name: str
     licence: str = ""
     inner_size: int = 0  # of the feed-forward network, as the configuration states it; 0: the tensors show it
+    sampling: Mapping[str, float] = field(default_factory=dict)  # as the folder recommends
 
 
 def write_model_keys(writer: GGUFWriter, config: ModelConfig, layout: Layout, about: Description) -> None:
@@ -167,6 +169,11 @@ def _write_description(writer: GGUFWriter, layout: Layout, about: Description) -
     writer.add_license(about.licence)
     writer.add_file_type(_file_type(layout))
     writer.add_quantization_version(GGML_QUANT_VERSION)
+    for name, value in about.sampling.items():
+        if isinstance(value, int):
+            writer.add_int32(GGUF_KEYS[name], value)
+        else:
+            writer.add_float32(GGUF_KEYS[name], value)
 
 
 def _write_heads(writer: GGUFWriter, config: ModelConfig) -> None:

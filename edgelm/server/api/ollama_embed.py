@@ -30,13 +30,13 @@ class OllamaEmbedRequest(KeepAliveFields):
         return time.monotonic()
 
     def pooled_request(self) -> EmbedRequest | RankRequest:
-        """Return the request in our words. Raises ApiError."""
+        """Return the request in our words: none, or an empty text alone, only loads the model. Raises ApiError."""
         assert self._began
-        inputs = [self.input] if isinstance(self.input, str) else self.input
-        if not 1 <= len(inputs) <= MAX_INPUTS or not all(inputs):
-            message = f"input has an empty text, or not 1 to {MAX_INPUTS:,} texts"
-            raise ApiError(400, "invalid_value", message, param="input")
-        return EmbedRequest(inputs=inputs, dimensions=self.dimensions, truncate=self.truncate is not False)
+        inputs = list(filter(None, [self.input])) if isinstance(self.input, str) else self.input
+        if len(inputs) > MAX_INPUTS:
+            raise ApiError(400, "invalid_value", f"input has more than {MAX_INPUTS:,} texts", param="input")
+        truncate = self.truncate is not False
+        return EmbedRequest(inputs=inputs, dimensions=self.dimensions, truncate=truncate, takes_empty=True)
 
     def response(self, result: Embedded | Ranked, model: str) -> dict[str, Any]:
         """Return the answer."""

@@ -60,6 +60,8 @@ async def embed_remotely(
 
 
 async def _embedded(asked: EmbedRequest, model: RemoteModel, client: str, num_bytes: int) -> Embedded:
+    if not asked.inputs:
+        return Embedded([], [])
     loop = asyncio.get_running_loop()
 
     async def of(box: Box, sent_at: float) -> AsyncGenerator[Embedded, None]:

@@ -149,6 +149,14 @@ def test_a_folder_that_names_a_head_and_lacks_it_has_none_as_gguf(tmp_path: Path
     assert "qwen35.nextn_predict_layers" not in keys
 
 
+def test_the_sampling_that_a_folder_recommends_is_kept(tmp_path: Path) -> None:
+    folder = folder_of("qwen3", tmp_path / "folder")
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "top_p": 7}')
+    convert_folder(folder, tmp_path / "m.gguf")
+    keys = {name: value for name, value in keys_of(tmp_path / "m.gguf").items() if ".sampling." in name}
+    assert keys == {"general.sampling.temp": pytest.approx(0.6), "general.sampling.top_k": 20}
+
+
 def test_types_are_kept_or_chosen(tmp_path: Path) -> None:
     model = rounded(build("qwen3", vocab_size=VOCAB))
     folder = write(model.bfloat16(), tmp_path / "folder")
