@@ -158,7 +158,8 @@ async def _serve(
         server = Server(app, grace_s=GRACE_S, protocol=protocol, tls=tls.context if tls else None)
         ending = _Ending(server, table, on_saving)
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, ending.begin, number)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # a script's shell lets `&` ignore it
+                loop.add_signal_handler(number, ending.begin, number)
         if options.until_stdin_closes:
             _watch_stdin(lambda: loop.call_soon_threadsafe(ending.begin))
         if options.until_unused:

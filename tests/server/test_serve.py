@@ -175,6 +175,20 @@ def test_a_signal_ends_front_and_engines(
         assert not processes_of(own)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_an_interrupt_that_a_script_ignores_stays_ignored(own: dict[str, str], tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as behind `&`
+    try:
+        with serving(own, "starter", log=tmp_path / "log") as front:
+            status = Path(f"/proc/{front.process.pid}/status").read_text()
+            ignored = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigIgn"))
+            assert ignored >> (signal.SIGINT - 1) & 1
+            front.process.send_signal(signal.SIGTERM)
+            assert front.process.wait(LIMIT_S) == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_front_ends_when_its_standard_input_closes(own: dict[str, str], models: Path, tmp_path: Path) -> None:
     with serving(own, models / "tiny.gguf", "--until-stdin-closes", log=tmp_path / "log") as front:
         assert front.chat().status_code == 200
