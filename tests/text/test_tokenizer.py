@@ -213,6 +213,20 @@ def test_a_bos_that_the_file_does_not_name_is_none(tmp_path: Path, named: bool, 
     assert ChatTemplate.of(tokenizer).bos == ("" if bos is None else tokenizer.text_of(bos))
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_an_eos_that_the_file_does_not_name_ends_no_answer(tmp_path: Path, named: bool) -> None:
+    """llama.cpp takes token 11 for it: answers would end at a comma."""
+    writer = start_gguf(tmp_path / "bpe.gguf", "gpt2")
+    writer.add_token_list([*(chr(ord("!") + i) for i in range(12)), "<|im_start|>", "<|im_end|>"])
+    writer.add_token_types([TokenType.NORMAL] * 12 + [TokenType.CONTROL] * 2)
+    writer.add_token_merges(["! \""])
+    if named:
+        writer.add_eos_token_id(13)
+    tokenizer = LlamaTokenizer.from_file(finish(writer, tmp_path / "bpe.gguf"))
+    assert tokenizer.eos_id == (13 if named else None)
+    assert tokenizer.stop_ids == {13}, "<|im_end|> by its name"
+
+
 @every_vocab
 @pytest.mark.parametrize("method", ["piece", "text_of"])
 def test_ids_out_of_range_are_refused(name: str, method: str) -> None:

@@ -34,7 +34,7 @@ class LlamaTokenizer:
     """A tokenizer on a vocabulary of llama.cpp. Raises ModelError if that is empty.
 
     `owner` keeps the memory of the vocabulary alive. `lowers` and `strips`: a BERT makes letters lower case, and strips
-    their accents. `names_bos`: the file says which token is the BOS.
+    their accents. `names_bos`, `names_eos`: the file says which token is the BOS, and which the EOS.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class LlamaTokenizer:
         lowers: bool = True,
         strips: bool = True,
         names_bos: bool = True,
+        names_eos: bool = True,
     ) -> None:
         if L.llama_vocab_type(vocab) == L.LLAMA_VOCAB_TYPE_NONE:
             raise ModelError("the model has no vocabulary", "take one with a tokenizer in its file")
@@ -64,7 +65,10 @@ class LlamaTokenizer:
         # llama.cpp's own default is GPT-2's old one, token 11, which is a comma in most vocabularies
         has_bos = names_bos or bool(self.num_before)
         self.bos_id = self._id_or_none(L.llama_vocab_bos(vocab)) if has_bos else None
-        self.eos_id = self._id_or_none(L.llama_vocab_eos(vocab))
+        eos = self._id_or_none(L.llama_vocab_eos(vocab))
+        is_text = eos is not None and not L.llama_vocab_get_attr(vocab, eos) & _NOT_TEXT
+        self._no_stop = eos if is_text and not names_eos else None
+        self.eos_id = eos if self._no_stop is None else None
 
     @classmethod
     def of_model(cls, model: Any, owner: object) -> Self:
@@ -72,8 +76,9 @@ class LlamaTokenizer:
         template = L.llama_model_chat_template(model, None)
         text = None if template is None else template.decode("utf-8", "replace")
         lowers, strips = (_flag(model, f"tokenizer.ggml.normalizer.{key}") for key in ("lowercase", "strip_accents"))
-        names_bos = _has_key(model, "tokenizer.ggml.bos_token_id")
-        return cls(L.llama_model_get_vocab(model), owner, text, lowers=lowers, strips=strips, names_bos=names_bos)
+        bos, eos = (_has_key(model, f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
+        vocab = L.llama_model_get_vocab(model)
+        return cls(vocab, owner, text, lowers=lowers, strips=strips, names_bos=bos, names_eos=eos)
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
@@ -95,7 +100,7 @@ class LlamaTokenizer:
     @cached_property
     def stop_ids(self) -> frozenset[int]:
         ids = range(self.num_tokens)
-        return frozenset(compress(ids, map(L.llama_vocab_is_eog, repeat(self._vocab), ids)))
+        return frozenset(compress(ids, map(L.llama_vocab_is_eog, repeat(self._vocab), ids))) - {self._no_stop}
 
     @cached_property
     def special_strings(self) -> frozenset[str]:
