@@ -14,15 +14,19 @@ Address = tuple[str, int]
 
 
 class Proxy(socketserver.ThreadingTCPServer):
-    """Use as a context manager. With `reply`, it sends that instead of its first answer, and closes."""
+    """Use as a context manager. With `reply`, it sends that instead of its first answer, and closes.
+
+    One that `refuses` connects nowhere.
+    """
 
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, kind: str, reply: bytes | None = None) -> None:
+    def __init__(self, kind: str, reply: bytes | None = None, *, refuses: bool = False) -> None:
         super().__init__(("127.0.0.1", 0), {"http": _HTTPProxy, "socks5": _SOCKSProxy}[kind])
         self.url = f"{kind}://127.0.0.1:{self.server_address[1]}"
         self.reply = reply
+        self.refuses = refuses
         self.addresses: list[Address] = []
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
@@ -44,6 +48,9 @@ class _Tunnel(socketserver.BaseRequestHandler):
     def join(self, address: Address, reply: bytes, first: bytes = b"") -> None:
         """Connect, send `reply`, and forward the bytes of both sides until one of them ends."""
         self.server.addresses.append(address)
+        if self.server.refuses:
+            self.request.sendall(b"HTTP/1.1 502 Bad Gateway\r\ncontent-length: 0\r\n\r\n")
+            return
         with socket.create_connection(address) as target:
             self.request.sendall(reply)
             target.sendall(first)

@@ -16,8 +16,9 @@ from edgelm.base.errors import BusyError, UsageError
 from edgelm.base.model_tables import ModelTable, parse_tables
 from edgelm.server.api.errors import ApiError
 from edgelm.server.remotes import models as remote_models
-from edgelm.server.remotes.boxes import FIRST_LIMIT, LEAST_LIMIT, MAX_LIST_BYTES, SLOW_S, Box, BoxError
+from edgelm.server.remotes.boxes import FIRST_LIMIT, LEAST_LIMIT, MAX_LIST_BYTES, SLOW_S, Box, BoxError, has_proxy
 from edgelm.server.remotes.models import MAX_REQUESTS, MAX_TRIES, RemoteModel, Remotes
+from tests.library.proxies import Proxy
 from tests.server.fake_remote import Asked, remote_server
 from tests.server.harness import LIMIT_S
 
@@ -244,6 +245,24 @@ async def test_a_request_is_repeated_once_where_its_connection_was_kept(breaks: 
         await box.close()
     assert ends[-1] == (b"{}" if breaks == (2,) else "remote_unreachable")
     assert len(seen) == num_sent
+
+
+async def test_https_to_another_machine_goes_through_the_proxy_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("HTTP_PROXY", "ALL_PROXY", "NO_PROXY", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    assert not has_proxy("https://box.invalid/v1")
+    with Proxy("http", refuses=True) as proxy:
+        monkeypatch.setenv("HTTPS_PROXY", proxy.url)
+        assert not has_proxy("https://127.0.0.1:9/v1"), "it cannot reach this machine's own ports"
+        assert not has_proxy("http://box.invalid:8000/v1"), "it would read along"
+        (box,) = model_at("https://box.invalid/v1").boxes
+        await box.check()
+        await box.close()
+    assert proxy.addresses == [("box.invalid", 443)]
+    assert "cannot be reached" in box.problem or "does not speak HTTP" in box.problem
 
 
 async def test_a_list_of_models_without_end_is_a_failed_check() -> None:

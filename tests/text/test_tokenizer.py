@@ -219,7 +219,7 @@ def test_an_eos_that_the_file_does_not_name_ends_no_answer(tmp_path: Path, named
     writer = start_gguf(tmp_path / "bpe.gguf", "gpt2")
     writer.add_token_list([*(chr(ord("!") + i) for i in range(12)), "<|im_start|>", "<|im_end|>"])
     writer.add_token_types([TokenType.NORMAL] * 12 + [TokenType.CONTROL] * 2)
-    writer.add_token_merges(["! \""])
+    writer.add_token_merges(['! "'])
     if named:
         writer.add_eos_token_id(13)
     tokenizer = LlamaTokenizer.from_file(finish(writer, tmp_path / "bpe.gguf"))

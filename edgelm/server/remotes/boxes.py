@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import ssl
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
@@ -18,6 +19,7 @@ import httpx2
 
 from edgelm.base.errors import one_line
 from edgelm.base.model_tables import RemoteTable
+from edgelm.client.addresses import is_loopback
 from edgelm.client.events import server_events
 from edgelm.client.failures import detail_of
 from edgelm.client.json_values import mapping, whole
@@ -41,6 +43,7 @@ MAX_LIST_BYTES = 4 * 2**20  # of a list of models
 MAX_LINE_BYTES = 8 * 2**20
 MAX_ANSWER_BYTES = 256 * 2**20
 KEPT_CONNECTIONS, KEPT_S = 32, 4.0  # below the 5 s of uvicorn
+PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 BLIND = ("image input is not supported", "audio input is not supported")  # llama-server's, with status 500
 TOO_LONG = ("context length", "context size", "context window", "context_length", "exceed_context")
 STALE = httpx2.RemoteProtocolError, httpx2.ReadError, httpx2.WriteError  # of a connection that was kept too long
@@ -56,6 +59,15 @@ class BoxError(Exception):
         super().__init__(str(error))
         self.kind = kind
         self.error = error
+
+
+def has_proxy(base_url: str) -> bool:
+    """Return whether the environment names a proxy for a server: for one on another machine, by https.
+
+    So it is for `--endpoint` of the chat. httpx2 then connects, which knows NO_PROXY too.
+    """
+    is_far = base_url.startswith("https:") and not is_loopback(base_url)
+    return is_far and any(os.environ.get(name) for name in PROXIES)
 
 
 class Box:
@@ -81,12 +93,15 @@ class Box:
         self._cut_at = 0.0
         self._fastest: float | None = None  # first token, in seconds a byte of its request
         headers = {"accept-encoding": "identity", "user-agent": "edgelm", **table.headers}
+        is_proxied = has_proxy(base_url)
         self._http = httpx2.AsyncClient(
-            transport=Transport(KEPT_CONNECTIONS, KEPT_S, context),
+            transport=None if is_proxied else Transport(KEPT_CONNECTIONS, KEPT_S, context),
+            verify=context or True,
+            limits=httpx2.Limits(max_keepalive_connections=KEPT_CONNECTIONS, keepalive_expiry=KEPT_S),
             headers=headers | ({"authorization": f"Bearer {key}"} if key else {}),
             timeout=httpx2.Timeout(table.timeout_s, connect=table.connect_timeout_s, pool=None),
             follow_redirects=False,
-            trust_env=False,
+            trust_env=is_proxied,
         )
 
     @property
