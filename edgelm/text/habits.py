@@ -57,6 +57,7 @@ class Habits:
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
         self._separators: dict[str, str] = {}  # by role
+        self._shown: dict[tuple[str, ...], bool] = {}  # orders of messages
 
     @cached_property
     def wants_parts(self) -> bool:
@@ -100,6 +101,24 @@ class Habits:
     def shows_same_role(self) -> bool:
         """Whether two messages of one role may follow each other. Many templates demand that roles alternate."""
         return self._shows_instructions(["user", "user", "assistant", "assistant", "user"])
+
+    @cached_property
+    def shows_empty_answer(self) -> bool:
+        """Whether the template takes an assistant's message without text and calls."""
+        user = {"role": "user", "content": _TEXT}
+        return bool(self._render([user, {"role": "assistant", "content": ""}, user]))
+
+    def shows(self, *kinds: str) -> bool:
+        """Whether messages of these kinds may follow each other: a kind is a role, or `call` for one with a call."""
+        if kinds not in self._shown:
+            _, call, result = _probe()
+            messages = [
+                {"call": call, "tool": result}.get(kind, {"role": kind, "content": f"{_TEXT}{number}"})
+                for number, kind in enumerate(kinds)
+            ]
+            has_calls = "call" in kinds
+            self._shown[kinds] = bool(self._render(self._call_form.apply(messages) if has_calls else messages))
+        return self._shown[kinds]
 
     def shape_calls(self, messages: list[Message]) -> list[Message]:
         form = self._call_form
@@ -175,7 +194,8 @@ class Habits:
 
     def _render(self, messages: list[Message]) -> str:
         """Return the text of a probe; empty: the template fails."""
-        for tools in (_TOOLS,) if any(message.get("tool_calls") for message in messages) else (None, []):
+        has_calls = any(message.get("tool_calls") for message in messages)
+        for tools in (_TOOLS,) if has_calls else (None, [], _TOOLS):  # some templates fail without tools
             try:
                 return self._template.render(messages, tools=tools)
             except EdgeLMError:

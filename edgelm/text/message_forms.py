@@ -35,6 +35,12 @@ def typed(message: Message) -> Message:
     return {**message, "content": [{"type": "text", "text": message.get("content") or ""}]}
 
 
+def reasoning_of(message: Message) -> str:
+    """Return the reasoning of a message, under whichever name it has."""
+    value = next((message[name] for name in REASONING if message.get(name)), "")
+    return value if isinstance(value, str) else ""
+
+
 @dataclass(frozen=True, slots=True)
 class CallForm:
     """How a message with calls is given to a template."""
