@@ -277,7 +277,7 @@ class Decoding:
 
     def __init__(self, prepared: Prepared, choice: int, tokenizer: Tokenizer) -> None:
         request, style = prepared.request, prepared.style
-        uses_tools = request.tools and request.tool_choice.mode != "none"
+        uses_tools = bool(request.tools) and request.tool_choice.mode != "none"
         self.params = replace(prepared.params, choice=choice)
         self.ids: list[int] = []  # of the answer so far
         self.message, self.repeats = _MessageBuilder(), RepeatedCalls()
@@ -295,6 +295,7 @@ class Decoding:
             marks=style.marks,
             stop=prepared.stops,
             must_call=request.tool_choice.mode == "required",
+            may_call=uses_tools,
         )
 
     def push(self, event: Event) -> AnswerDelta:

@@ -41,7 +41,8 @@ STATS = Stats(
     decode_ms=4,
 )
 LIMIT_S = 30
-WORDS = {1: b"one", 2: b" two", 3: b"\xe6\x97", 9: b""}
+SEARCH = b'<|channel|>commentary to=browser.search code<|message|>{"q": 1}<|end|><|start|>assistant'
+WORDS = {1: b"one", 2: b" two", 3: b"\xe6\x97", 4: SEARCH, 5: b"<|channel|>final<|message|>Hi", 9: b""}
 
 
 class FakeTokenizer:
@@ -260,6 +261,14 @@ async def test_an_effort_that_the_template_refuses_is_named(
     answer = await post(app, engine, END, **({"chat_template_kwargs": effort} if own else effort), **fields)
     last = events(answer)[-2] if fields else answer.json()
     assert last["edgelm"]["notes"] == ["the model's chat template refuses the reasoning effort 'max': 'xhigh' is used"]
+
+
+async def test_without_tools_gpt_oss_calls_nothing(app: Any, engine: FakeEngine, templates: FakeTemplates) -> None:
+    templates.source = "{# <|channel|> <|message|> <|call|> #}"
+    choice = (await post(app, engine, event(4), event(5, 9, reason="stop"))).json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] == "Hi"
+    assert not choice["message"].get("tool_calls")
 
 
 async def test_tokens_that_show_nothing_yet_make_no_chunk(app: Any, engine: FakeEngine) -> None:
