@@ -12,7 +12,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from edgelm.base.errors import EdgeLMError, RequestError
-from edgelm.text.message_forms import CallForm, Message, content_of, typed
+from edgelm.text.message_forms import CallForm, Message, content_of, typed, with_thought_part
 
 if TYPE_CHECKING:
     from edgelm.text.template import ChatTemplate
@@ -66,6 +66,17 @@ class Habits:
         in_parts = self._render([typed(message) for message in plain])
         printed = "'text'" in in_parts  # as an object of Python
         return _TEXT not in self._render(plain) and _TEXT in in_parts and not printed
+
+    @cached_property
+    def wants_thought_parts(self) -> bool:
+        """Whether reasoning is shown as a part of the content only."""
+        answer = {"role": "assistant", "content": _TEXT, "thinking": _THOUGHT, "reasoning_content": _THOUGHT}
+        user = {"role": "user", "content": "Hi"}
+        if "thinking" not in self._template.source or _THOUGHT in self._render([user, answer]):
+            return False
+        text = self._render([user, with_thought_part(answer)])
+        printed = "'thinking'" in text or '"thinking"' in text  # as an object of Python or JSON
+        return _THOUGHT in text and _TEXT in text and not printed
 
     def separator(self, role: str) -> str:
         """Return what the template writes between two parts of a message's text; nothing if it reads no parts."""

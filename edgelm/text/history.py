@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgelm.base.errors import RequestError
 from edgelm.text.habits import Habits, habits_of
-from edgelm.text.message_forms import REASONING, Message, reasoning_of, typed
+from edgelm.text.message_forms import REASONING, Message, reasoning_of, typed, with_thought_part
 from edgelm.text.turns import in_turns, is_empty_answer, with_full_answers
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ def shaped(messages: Sequence[Message], template: ChatTemplate) -> list[Message]
         shaped = habits.shape_calls(shaped)
     if not habits.shows_same_role:
         shaped = in_turns(shaped, habits)
+    if any(map(reasoning_of, shaped)) and habits.wants_thought_parts:
+        shaped = [with_thought_part(message) for message in shaped]
     if any(map(is_empty_answer, shaped)) and not habits.shows_empty_answer:
         shaped = with_full_answers(shaped)
     return [typed(message) for message in shaped] if habits.wants_parts else shaped
