@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from edgelm.base.errors import RequestError
 from edgelm.text.history import normalized, shaped
 from edgelm.text.message_forms import REASONING, argument_strings
+from edgelm.text.switches import switched
 from edgelm.text.template import ChatTemplate, Message, RefusedError, TemplateFailedError, other_efforts, too_long
 
 # Printable letters without case that almost nobody writes (CJK extension B). No template filter changes them.
@@ -47,6 +48,7 @@ class Rendered:
     plain: dict[str, str] = field(default_factory=dict)  # placeholder: the string that it stands for
     spans: list[Span] = field(default_factory=list, compare=False)
     effort: str = field(default="", compare=False)  # the `reasoning_effort` in place of one that the template refuses
+    stays_on: bool = field(default=False, compare=False)  # reasoning was to be off, and the template has no way
 
     @property
     def restored(self) -> str:
@@ -72,11 +74,13 @@ def render_chat(
 
     With `continue_final_message`, the text ends with that of the last message, which is an assistant's. `with_spans`
     adds the places of the messages. For a `reasoning_effort` that the template refuses, it gets the nearest one that it
-    takes. `pictures` are the marks of pictures in the messages (pictures.py), `own_marks` those of control tokens
-    (own_marks.py). Raises RequestError for invalid messages, and the errors of the template.
+    takes; switches.py has what turns reasoning off. `pictures` are the marks of pictures in the messages (pictures.py),
+    `own_marks` those of control tokens (own_marks.py). Raises RequestError for invalid messages, and the errors of the
+    template.
     """
     messages = normalized(messages, template)
-    chat = {"messages": messages, "tools": tools, **kwargs}
+    switches = switched(template, kwargs)
+    chat = {"messages": messages, "tools": tools, **switches.kwargs}
     hidden = _Placeholders(chat, template)
     chat = hidden.hide_markers(chat)
     if continue_final_message:
@@ -99,7 +103,7 @@ def render_chat(
         plain[mark] = name
     if plain and max_bytes is not None and len(restored(rendered, plain).encode("utf-8", "surrogatepass")) > max_bytes:
         raise too_long(max_bytes)
-    return Rendered(rendered, plain, spans, effort)
+    return Rendered(rendered, plain, spans, effort or switches.effort, switches.stays_on)
 
 
 def _with_controls(text: str, spans: Sequence[Span], marks: Mapping[str, str]) -> tuple[str, list[Span]]:

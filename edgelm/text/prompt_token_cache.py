@@ -285,7 +285,7 @@ def _replayed(
     if not turns or strange:
         return rendered, ()
     text = entry.rendered.text[:done] + rendered.text[at:]
-    return Rendered(text, {**entry.rendered.plain, **rendered.plain}, effort=rendered.effort), tuple(turns)
+    return replace(rendered, text=text, plain={**entry.rendered.plain, **rendered.plain}, spans=[]), tuple(turns)
 
 
 def _spells_control(pieces: Sequence[bytes], controls: Sequence[bool], template: ChatTemplate) -> bool:

@@ -198,7 +198,8 @@ class TemplateRunner:
                     f"the process that runs the model's chat template {end.how}",
                     "try again; if it happens again, use another model",
                 )
-            return Rendered(reply.text, reply.plain, [Span(*span) for span in reply.spans], reply.effort)
+            spans = [Span(*span) for span in reply.spans]
+            return Rendered(reply.text, reply.plain, spans, reply.effort, reply.stays_on)
         finally:
             if not healthy:
                 await self._stop()

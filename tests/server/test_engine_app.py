@@ -72,6 +72,7 @@ class FakeTemplates:
     error: RequestError | None = None
     prompt = (5, 6, 7)
     effort = ""
+    stays_on = False
     source = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
     def __init__(self) -> None:
@@ -88,7 +89,7 @@ class FakeTemplates:
         self.cache_namespace = cache_namespace
         if self.error is not None:
             raise self.error
-        return Prompt(list(self.prompt), Rendered("", effort=self.effort), {})
+        return Prompt(list(self.prompt), Rendered("", effort=self.effort, stays_on=self.stays_on), {})
 
     async def cache_answer(self, prompt: Prompt, answer: list[int], message: Any) -> None:
         assert prompt.ids == list(self.prompt)
@@ -261,6 +262,21 @@ async def test_an_effort_that_the_template_refuses_is_named(
     answer = await post(app, engine, END, **({"chat_template_kwargs": effort} if own else effort), **fields)
     last = events(answer)[-2] if fields else answer.json()
     assert last["edgelm"]["notes"] == ["the model's chat template refuses the reasoning effort 'max': 'xhigh' is used"]
+
+
+@pytest.mark.parametrize(
+    ("rendered", "note"),
+    [
+        (Rendered("", effort="low"), "the effort 'low' is used"),
+        (Rendered("", stays_on=True), "the model's chat template has no way"),
+    ],
+)
+async def test_reasoning_that_cannot_be_turned_off_is_named(
+    app: Any, engine: FakeEngine, templates: FakeTemplates, rendered: Rendered, note: str
+) -> None:
+    templates.effort, templates.stays_on = rendered.effort, rendered.stays_on
+    answer = (await post(app, engine, END, reasoning_effort="none")).json()
+    assert answer["edgelm"]["notes"] == [f"the reasoning cannot be turned off: {note}"]
 
 
 async def test_without_tools_gpt_oss_calls_nothing(app: Any, engine: FakeEngine, templates: FakeTemplates) -> None:
