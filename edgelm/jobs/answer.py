@@ -25,6 +25,7 @@ from edgelm.jobs.constraints import Constraints, Style, Styles
 from edgelm.jobs.prompts import PastTokens, Prompts
 from edgelm.jobs.request import AnswerDelta, AnswerReason, AnswerRequest, too_long
 from edgelm.text.calls.output import RepeatedCalls
+from edgelm.text.chat import Rendered
 from edgelm.text.parse import AnswerParser, Args, CallBegin, CallEnd, Content, Part, Reasoning
 from edgelm.text.prompt_token_cache import Prompt
 from edgelm.text.stream import IndentLimit
@@ -100,9 +101,8 @@ class Answerer:
         notes = (*request.notes, *notes)
         if request.thinking_budget is not None and style.reasoning is None and not style.is_harmony:
             notes = (*notes, "the thinking budget has no effect: the model does not think")
-        if chat is not None and (effort := chat.rendered.effort):
-            asked = request.template_kwargs["reasoning_effort"]
-            notes = (*notes, f"the model's chat template refuses the reasoning effort {asked!r}: {effort!r} is used")
+        if chat is not None:
+            notes = (*notes, *_notes_on_effort(chat.rendered, request.template_kwargs.get("reasoning_effort")))
         stops = request.stop if chat is None else (*request.stop, *(await self._templates.template()).stop_strings)
         predicted = [{"role": "assistant", "content": request.prediction}] if request.prediction else []
         past = await self._past.tokens([*request.past, *predicted])
@@ -284,7 +284,7 @@ class Decoding:
 
     def __init__(self, prepared: Prepared, choice: int, tokenizer: Tokenizer) -> None:
         request, style = prepared.request, prepared.style
-        uses_tools = request.tools and request.tool_choice.mode != "none"
+        uses_tools = bool(request.tools) and request.tool_choice.mode != "none"
         self.params = replace(prepared.params, choice=choice)
         self.ids: list[int] = []  # of the answer so far
         self.message, self.repeats = _MessageBuilder(), RepeatedCalls()
@@ -302,6 +302,7 @@ class Decoding:
             marks=style.marks,
             stop=prepared.stops,
             must_call=request.tool_choice.mode == "required",
+            may_call=uses_tools,
         )
 
     def push(self, event: Event) -> AnswerDelta:
@@ -386,6 +387,17 @@ class _MessageBuilder:
         if self._calls:
             message["tool_calls"] = self._calls
         return message
+
+
+def _notes_on_effort(rendered: Rendered, asked: object) -> list[str]:
+    """Return what a template makes of the reasoning that a request asks for, where that is something else."""
+    if rendered.stays_on:
+        return ["the reasoning cannot be turned off: the model's chat template has no way"]
+    if not rendered.effort:
+        return []
+    if asked is None:
+        return [f"the reasoning cannot be turned off: the effort {rendered.effort!r} is used"]
+    return [f"the model's chat template refuses the reasoning effort {asked!r}: {rendered.effort!r} is used"]
 
 
 def _is_urgent(request: AnswerRequest) -> bool:

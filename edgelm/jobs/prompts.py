@@ -20,6 +20,7 @@ from edgelm.text.calls.generic import with_plain_calls, with_tools_text
 from edgelm.text.encoding import TextEncoder
 from edgelm.text.fim import fim_tokens, infill_tokens
 from edgelm.text.history import text_of
+from edgelm.text.own_marks import with_own_marks
 from edgelm.text.prompt_token_cache import Prompt
 from edgelm.text.template import Message
 from edgelm.text.template_runner import TemplateRunner
@@ -72,12 +73,15 @@ class Prompts:
         messages, tools = list(pictures.messages), list(map(_described, request.tools))
         if request.tool_choice.mode == "none":
             tools = []
-        support = style.tools
-        if support is not None and not support.writes_calls:
-            messages = await asyncio.to_thread(with_plain_calls, messages, support.form)
-        if support is not None and tools and not support.describes_tools:
-            plain = [{**message, "content": text_of(message.get("content"))} for message in messages]
-            messages, tools = with_tools_text(plain, support.form, tools), []
+        support, own_marks = style.tools, dict[str, str]()
+        if support is not None and not (support.writes_calls and support.describes_tools):
+            form, own_marks = with_own_marks(support.form, style.marks, messages, *others)
+            results = support.shows_results
+            if not support.writes_calls:
+                messages = await asyncio.to_thread(with_plain_calls, messages, form, results=results)
+            if tools and not support.describes_tools:
+                plain = [{**message, "content": text_of(message.get("content"))} for message in messages]
+                messages, tools = with_tools_text(plain, form, tools, results=results), []
         context = self._loaded.engine.info.context
         prompt = await self._templates.render_prompt(
             messages,
@@ -88,6 +92,7 @@ class Prompts:
             template_kwargs=request.template_kwargs,
             cache_namespace=cache_namespace,
             pictures=pictures.marks,
+            own_marks=own_marks,
         )
         return prompt, pictures
 

@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from edgelm.base.errors import RequestError
 from edgelm.text.history import normalized, shaped
 from edgelm.text.message_forms import REASONING, argument_strings
+from edgelm.text.switches import switched
 from edgelm.text.template import ChatTemplate, Message, RefusedError, TemplateFailedError, other_efforts, too_long
 
 # Printable letters without case that almost nobody writes (CJK extension B). No template filter changes them.
@@ -45,6 +48,7 @@ class Rendered:
     plain: dict[str, str] = field(default_factory=dict)  # placeholder: the string that it stands for
     spans: list[Span] = field(default_factory=list, compare=False)
     effort: str = field(default="", compare=False)  # the `reasoning_effort` in place of one that the template refuses
+    stays_on: bool = field(default=False, compare=False)  # reasoning was to be off, and the template has no way
 
     @property
     def restored(self) -> str:
@@ -63,17 +67,20 @@ def render_chat(
     max_bytes: int | None = None,
     with_spans: bool = False,
     pictures: Mapping[str, str] | None = None,
+    own_marks: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> Rendered:
     """Render a conversation in OpenAI's form; see ChatTemplate.render for the other arguments.
 
     With `continue_final_message`, the text ends with that of the last message, which is an assistant's. `with_spans`
     adds the places of the messages. For a `reasoning_effort` that the template refuses, it gets the nearest one that it
-    takes. `pictures` are the marks of pictures in the messages (pictures.py). Raises RequestError for invalid messages,
-    and the errors of the template.
+    takes; switches.py has what turns reasoning off. `pictures` are the marks of pictures in the messages (pictures.py),
+    `own_marks` those of control tokens (own_marks.py). Raises RequestError for invalid messages, and the errors of the
+    template.
     """
     messages = normalized(messages, template)
-    chat = {"messages": messages, "tools": tools, **kwargs}
+    switches = switched(template, kwargs)
+    chat = {"messages": messages, "tools": tools, **switches.kwargs}
     hidden = _Placeholders(chat, template)
     chat = hidden.hide_markers(chat)
     if continue_final_message:
@@ -87,13 +94,27 @@ def render_chat(
     if continue_final_message:
         text, spans = _continued(text, end), []
     rendered, plain = hidden.unescaped(text)
+    spans = spans if rendered == text else []
+    if own_marks:
+        rendered, spans = _with_controls(rendered, spans, own_marks)
     for mark, name in (pictures or {}).items():
         if mark not in rendered:
             raise RequestError("the model's chat template does not show a picture", "send it in a user's message")
         plain[mark] = name
     if plain and max_bytes is not None and len(restored(rendered, plain).encode("utf-8", "surrogatepass")) > max_bytes:
         raise too_long(max_bytes)
-    return Rendered(rendered, plain, spans if rendered == text else [], effort)
+    return Rendered(rendered, plain, spans, effort or switches.effort, switches.stays_on)
+
+
+def _with_controls(text: str, spans: Sequence[Span], marks: Mapping[str, str]) -> tuple[str, list[Span]]:
+    """Return a rendered text with control strings in place of their marks, and the places of messages in it."""
+    places = [match.start() for match in re.finditer(f"[{''.join(marks)}]", text)]
+    lens = list(accumulate((len(marks[text[at]]) - 1 for at in places), initial=0))  # added before each mark
+
+    def moved(at: int) -> int:
+        return at + lens[bisect_left(places, at)]
+
+    return restored(text, marks), [span._replace(first=moved(span.first), last=moved(span.last)) for span in spans]
 
 
 def _with_effort(template: ChatTemplate, chat: dict[str, Any], **options: Any) -> tuple[str, str]:
@@ -317,6 +338,6 @@ def _check_controls(
         )
 
 
-def restored(text: str, plain: dict[str, str]) -> str:
+def restored(text: str, plain: Mapping[str, str]) -> str:
     """Return a text with the strings that its placeholders stand for."""
     return text.translate({ord(char): string for char, string in plain.items()})

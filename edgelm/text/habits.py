@@ -12,7 +12,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from edgelm.base.errors import EdgeLMError, RequestError
-from edgelm.text.message_forms import CallForm, Message, content_of, typed
+from edgelm.text.message_forms import CallForm, Message, content_of, typed, with_thought_part
 
 if TYPE_CHECKING:
     from edgelm.text.template import ChatTemplate
@@ -57,6 +57,7 @@ class Habits:
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
         self._separators: dict[str, str] = {}  # by role
+        self._shown: dict[tuple[str, ...], bool] = {}  # orders of messages
 
     @cached_property
     def wants_parts(self) -> bool:
@@ -65,6 +66,17 @@ class Habits:
         in_parts = self._render([typed(message) for message in plain])
         printed = "'text'" in in_parts  # as an object of Python
         return _TEXT not in self._render(plain) and _TEXT in in_parts and not printed
+
+    @cached_property
+    def wants_thought_parts(self) -> bool:
+        """Whether reasoning is shown as a part of the content only."""
+        answer = {"role": "assistant", "content": _TEXT, "thinking": _THOUGHT, "reasoning_content": _THOUGHT}
+        user = {"role": "user", "content": "Hi"}
+        if "thinking" not in self._template.source or _THOUGHT in self._render([user, answer]):
+            return False
+        text = self._render([user, with_thought_part(answer)])
+        printed = "'thinking'" in text or '"thinking"' in text  # as an object of Python or JSON
+        return _THOUGHT in text and _TEXT in text and not printed
 
     def separator(self, role: str) -> str:
         """Return what the template writes between two parts of a message's text; nothing if it reads no parts."""
@@ -100,6 +112,24 @@ class Habits:
     def shows_same_role(self) -> bool:
         """Whether two messages of one role may follow each other. Many templates demand that roles alternate."""
         return self._shows_instructions(["user", "user", "assistant", "assistant", "user"])
+
+    @cached_property
+    def shows_empty_answer(self) -> bool:
+        """Whether the template takes an assistant's message without text and calls."""
+        user = {"role": "user", "content": _TEXT}
+        return bool(self._render([user, {"role": "assistant", "content": ""}, user]))
+
+    def shows(self, *kinds: str) -> bool:
+        """Whether messages of these kinds may follow each other: a kind is a role, or `call` for one with a call."""
+        if kinds not in self._shown:
+            _, call, result = _probe()
+            messages = [
+                {"call": call, "tool": result}.get(kind, {"role": kind, "content": f"{_TEXT}{number}"})
+                for number, kind in enumerate(kinds)
+            ]
+            has_calls = "call" in kinds
+            self._shown[kinds] = bool(self._render(self._call_form.apply(messages) if has_calls else messages))
+        return self._shown[kinds]
 
     def shape_calls(self, messages: list[Message]) -> list[Message]:
         form = self._call_form
@@ -175,7 +205,8 @@ class Habits:
 
     def _render(self, messages: list[Message]) -> str:
         """Return the text of a probe; empty: the template fails."""
-        for tools in (_TOOLS,) if any(message.get("tool_calls") for message in messages) else (None, []):
+        has_calls = any(message.get("tool_calls") for message in messages)
+        for tools in (_TOOLS,) if has_calls else (None, [], _TOOLS):  # some templates fail without tools
             try:
                 return self._template.render(messages, tools=tools)
             except EdgeLMError:

@@ -2,7 +2,7 @@
 
 The common form is that of transformers: text content, never None; arguments as objects; reasoning under all its names;
 results with the name of their tool. A template that refuses or drops something in that form gets another one of
-message_forms.py; habits.py finds out which.
+message_forms.py, or another order (turns.py); habits.py finds out which.
 
 Owns the common form. Knows nothing of special tokens.
 """
@@ -12,12 +12,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from edgelm.base.errors import RequestError
 from edgelm.text.habits import Habits, habits_of
-from edgelm.text.message_forms import REASONING, Message, typed
+from edgelm.text.message_forms import REASONING, Message, reasoning_of, typed, with_thought_part
+from edgelm.text.turns import in_turns, is_empty_answer, with_full_answers
 
 if TYPE_CHECKING:
     from edgelm.text.template import ChatTemplate
@@ -44,33 +44,13 @@ def shaped(messages: Sequence[Message], template: ChatTemplate) -> list[Message]
     shaped = _with_merged_instructions(list(messages), habits)
     if any(message.get("tool_calls") for message in shaped):
         shaped = habits.shape_calls(shaped)
-    if any(_folds(*pair) for pair in pairwise(shaped)) and not habits.shows_same_role:
-        shaped = _folded(shaped)
+    if not habits.shows_same_role:
+        shaped = in_turns(shaped, habits)
+    if any(map(reasoning_of, shaped)) and habits.wants_thought_parts:
+        shaped = [with_thought_part(message) for message in shaped]
+    if any(map(is_empty_answer, shaped)) and not habits.shows_empty_answer:
+        shaped = with_full_answers(shaped)
     return [typed(message) for message in shaped] if habits.wants_parts else shaped
-
-
-def _folds(first: Message, second: Message) -> bool:
-    """Whether two messages can be one: texts of one side."""
-    plain = not any("tool_calls" in message or reasoning_of(message) for message in (first, second))
-    return plain and first["role"] == second["role"] and first["role"] in ("user", "assistant")
-
-
-def _folded(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with those of one side that follow each other as one."""
-    result: list[Message] = []
-    for message in messages:
-        if result and _folds(result[-1], message):
-            texts = [result[-1]["content"], message["content"]]
-            result[-1] = {**result[-1], "content": "\n\n".join(filter(None, texts))}
-        else:
-            result.append(message)
-    return result
-
-
-def reasoning_of(message: Message) -> str:
-    """Return the reasoning of a message, under whichever name it has."""
-    value = next((message[name] for name in REASONING if message.get(name)), "")
-    return value if isinstance(value, str) else ""
 
 
 def turn_key(message: Message) -> str:

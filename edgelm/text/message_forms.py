@@ -32,7 +32,24 @@ def picture_part(url: str) -> dict[str, Any]:
 
 def typed(message: Message) -> Message:
     """Return a message whose content is a list of parts."""
-    return {**message, "content": [{"type": "text", "text": message.get("content") or ""}]}
+    content = message.get("content") or ""
+    return {**message, "content": content if isinstance(content, list) else [{"type": "text", "text": content}]}
+
+
+def with_thought_part(message: Message) -> Message:
+    """Return a message whose reasoning is a part of its content, the first one."""
+    reasoning = reasoning_of(message)
+    if not reasoning:
+        return message
+    rest = {name: value for name, value in message.items() if name not in REASONING}
+    text = [{"type": "text", "text": message["content"]}] if message.get("content") else []
+    return {**rest, "content": [{"type": "thinking", "thinking": reasoning}, *text]}
+
+
+def reasoning_of(message: Message) -> str:
+    """Return the reasoning of a message, under whichever name it has."""
+    value = next((message[name] for name in REASONING if message.get(name)), "")
+    return value if isinstance(value, str) else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,8 +64,9 @@ class AnswerParser:
         stop: Sequence[str] = (),
         new_id: Callable[[], str] | None = None,
         must_call: bool = False,
+        may_call: bool = True,
     ) -> None:
-        """`must_call`: the answer is nothing but calls."""
+        """`must_call`: the answer is nothing but calls. Without `may_call`, a message of Harmony to a tool is none."""
         self._marks = Marks(marks or {})
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._reader = Reader()
@@ -83,7 +84,7 @@ class AnswerParser:
         if form and form.body == "harmony":
             from edgelm.text.calls.harmony import Harmony
 
-            self._parser = Harmony(self._reader, self._marks, self._out, self._calls).run()
+            self._parser = Harmony(self._reader, self._marks, self._out, self._calls, may_call=may_call).run()
         elif self._form:
             self._begin_inside(self._marks.compiled(prefill.rstrip()))
         self._step()

@@ -39,7 +39,7 @@ def with_marks(messages: Sequence[Message], *others: object) -> tuple[list[Messa
 
     `others` is all else that a client sent for the template.
     """
-    taken = {char for value in (messages, *others) for text in _texts(value) for char in _RARE.findall(text)}
+    taken = {char for value in (messages, *others) for text in texts_in(value) for char in _RARE.findall(text)}
     free = (chr(code) for code in _MARKS if chr(code) not in taken)
     marks: dict[str, str] = {}
     for url in picture_urls(messages):
@@ -96,13 +96,14 @@ def _is_text(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def _texts(value: object) -> Iterator[str]:
+def texts_in(value: object) -> Iterator[str]:
+    """Yield all texts in a JSON value, including the keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         for name, item in value.items():
-            yield from _texts(name)
-            yield from _texts(item)
+            yield from texts_in(name)
+            yield from texts_in(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _texts(item)
+            yield from texts_in(item)

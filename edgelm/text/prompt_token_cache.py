@@ -38,7 +38,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from edgelm.base.atomic import atomic_write
 from edgelm.text.chat import Rendered
 from edgelm.text.chat_tokens import encode_part, encode_rendered
-from edgelm.text.history import reasoning_of, turn_key
+from edgelm.text.history import turn_key
+from edgelm.text.message_forms import reasoning_of
 from edgelm.text.patterns import any_of
 from edgelm.text.pictures import PICTURE
 from edgelm.text.template import ChatTemplate, Message
@@ -284,7 +285,7 @@ def _replayed(
     if not turns or strange:
         return rendered, ()
     text = entry.rendered.text[:done] + rendered.text[at:]
-    return Rendered(text, {**entry.rendered.plain, **rendered.plain}, effort=rendered.effort), tuple(turns)
+    return replace(rendered, text=text, plain={**entry.rendered.plain, **rendered.plain}, spans=[]), tuple(turns)
 
 
 def _spells_control(pieces: Sequence[bytes], controls: Sequence[bool], template: ChatTemplate) -> bool:

@@ -26,7 +26,16 @@ START_LIMIT_S = 60.0  # Python starts slowly on a machine that is busy loading a
 WORKER = "edgelm.text.template_worker"
 # The names that a request's options for the template must not have.
 RESERVED = frozenset(
-    {"messages", "tools", "add_generation_prompt", "continue_final_message", "max_bytes", "with_spans", "pictures"}
+    {
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+        "max_bytes",
+        "with_spans",
+        "pictures",
+        "own_marks",
+    }
     | {"template", "bos_token", "eos_token"}
 )
 ERRORS = (ModelError, RequestError, RefusedError, TemplateFailedError, TooLongError)
@@ -94,14 +103,17 @@ class TemplateRunner:
         template_kwargs: Mapping[str, Any] | None = None,
         cache_namespace: str = "",
         pictures: Mapping[str, str] | None = None,
+        own_marks: Mapping[str, str] | None = None,
     ) -> Prompt:
         """Return the prompt of a conversation, with the generated text and tokens of the answers that are cached.
 
         `template_kwargs` go to the template, such as `enable_thinking`; `pictures` are the marks of pictures in the
-        messages. With `continue_final_message`, the answer continues the last message. For the errors see `render`.
+        messages, `own_marks` those of control tokens. With `continue_final_message`, the answer continues the last
+        message. For the errors see `render`.
         """
         kwargs = dict(template_kwargs or {})
         marks = {"pictures": dict(pictures)} if pictures else {}
+        marks |= {"own_marks": dict(own_marks)} if own_marks else {}
         if reserved := sorted(RESERVED & kwargs.keys()):
             raise RequestError(f"{reserved[0]!r} is no option of a chat template", "remove it")
         new_turn = add_generation_prompt and not continue_final_message
@@ -186,7 +198,8 @@ class TemplateRunner:
                     f"the process that runs the model's chat template {end.how}",
                     "try again; if it happens again, use another model",
                 )
-            return Rendered(reply.text, reply.plain, [Span(*span) for span in reply.spans], reply.effort)
+            spans = [Span(*span) for span in reply.spans]
+            return Rendered(reply.text, reply.plain, spans, reply.effort, reply.stays_on)
         finally:
             if not healthy:
                 await self._stop()

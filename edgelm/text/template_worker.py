@@ -54,6 +54,7 @@ class RenderedText:
     plain: dict[str, str]
     spans: list[Any]
     effort: str
+    stays_on: bool
 
 
 class _Renderer:
@@ -82,7 +83,7 @@ class _Renderer:
             rendered = render_chat(self._template, request.messages, **request.options)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        child.send(RenderedText(rendered.text, rendered.plain, rendered.spans, rendered.effort))
+        child.send(RenderedText(rendered.text, rendered.plain, rendered.spans, rendered.effort, rendered.stays_on))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,8 @@ STATS = Stats(
     decode_ms=4,
 )
 LIMIT_S = 30
-WORDS = {1: b"one", 2: b" two", 3: b"\xe6\x97", 9: b""}
+SEARCH = b'<|channel|>commentary to=browser.search code<|message|>{"q": 1}<|end|><|start|>assistant'
+WORDS = {1: b"one", 2: b" two", 3: b"\xe6\x97", 4: SEARCH, 5: b"<|channel|>final<|message|>Hi", 9: b""}
 
 
 class FakeTokenizer:
@@ -71,6 +72,7 @@ class FakeTemplates:
     error: RequestError | None = None
     prompt = (5, 6, 7)
     effort = ""
+    stays_on = False
     source = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
     def __init__(self) -> None:
@@ -87,7 +89,7 @@ class FakeTemplates:
         self.cache_namespace = cache_namespace
         if self.error is not None:
             raise self.error
-        return Prompt(list(self.prompt), Rendered("", effort=self.effort), {})
+        return Prompt(list(self.prompt), Rendered("", effort=self.effort, stays_on=self.stays_on), {})
 
     async def cache_answer(self, prompt: Prompt, answer: list[int], message: Any) -> None:
         assert prompt.ids == list(self.prompt)
@@ -260,6 +262,29 @@ async def test_an_effort_that_the_template_refuses_is_named(
     answer = await post(app, engine, END, **({"chat_template_kwargs": effort} if own else effort), **fields)
     last = events(answer)[-2] if fields else answer.json()
     assert last["edgelm"]["notes"] == ["the model's chat template refuses the reasoning effort 'max': 'xhigh' is used"]
+
+
+@pytest.mark.parametrize(
+    ("rendered", "note"),
+    [
+        (Rendered("", effort="low"), "the effort 'low' is used"),
+        (Rendered("", stays_on=True), "the model's chat template has no way"),
+    ],
+)
+async def test_reasoning_that_cannot_be_turned_off_is_named(
+    app: Any, engine: FakeEngine, templates: FakeTemplates, rendered: Rendered, note: str
+) -> None:
+    templates.effort, templates.stays_on = rendered.effort, rendered.stays_on
+    answer = (await post(app, engine, END, reasoning_effort="none")).json()
+    assert answer["edgelm"]["notes"] == [f"the reasoning cannot be turned off: {note}"]
+
+
+async def test_without_tools_gpt_oss_calls_nothing(app: Any, engine: FakeEngine, templates: FakeTemplates) -> None:
+    templates.source = "{# <|channel|> <|message|> <|call|> #}"
+    choice = (await post(app, engine, event(4), event(5, 9, reason="stop"))).json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] == "Hi"
+    assert not choice["message"].get("tool_calls")
 
 
 async def test_tokens_that_show_nothing_yet_make_no_chunk(app: Any, engine: FakeEngine) -> None:

@@ -199,6 +199,28 @@ def test_calls_are_text_where_the_template_has_none() -> None:
     )
 
 
+def test_reasoning_is_a_part_of_the_content_where_the_template_shows_no_other() -> None:
+    """As those of Magistral and Ministral 3."""
+    part = "{% if p.type == 'thinking' %}[THINK]{{ p.thinking }}[/THINK]{% else %}{{ p.text }}{% endif %}"
+    parts = f"{{% for p in m.content %}}{part}{{% endfor %}}"
+    content = f"{{% if m.content is string %}}{{{{ m.content }}}}{{% else %}}{parts}{{% endif %}}"
+    source = EVERY_CALL.replace("{{ m.content }}", content)
+    answer = {"role": "assistant", "content": "Fine.", "reasoning_content": "Hm."}
+    assert rendered(source, QUESTION, answer, QUESTION).endswith(
+        "<assistant>[THINK]Hm.[/THINK]Fine.<user>How is the weather?"
+    )
+    thoughts = calling("Bern", reasoning="Hm, hm."), result(0, "blue")
+    assert "<assistant>[THINK]Hm, hm.[/THINK][weather " in rendered(source, QUESTION, *thoughts)
+    assert rendered(source, QUESTION, {**answer, "content": ""}).endswith("<assistant>[THINK]Hm.[/THINK]")
+    spans = render_chat(ChatTemplate(source), [QUESTION, answer], with_spans=True).spans
+    assert [span.shows_reasoning for span in spans] == [False, True]
+    own = source.replace(content, content + "{{ m.reasoning_content }}{# thinking #}")
+    assert rendered(own, QUESTION, answer).endswith("<assistant>Fine.Hm.")
+    as_json = "{{ m.content if m.content is string else m.content|tojson }}"
+    for printed in (EVERY_CALL, EVERY_CALL.replace("{{ m.content }}", as_json)):
+        assert rendered(printed + "{# thinking #}", QUESTION, answer).endswith("<assistant>Fine.")
+
+
 def test_system_messages_are_merged_only_where_the_template_shows_the_first_alone() -> None:
     system = {"role": "system", "content": "One."}
     chat = [system, QUESTION, {**system, "content": "Two."}, {**system, "content": ""}]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import secrets
+from typing import Any
 
 import pytest
 
@@ -245,8 +246,10 @@ def test_reasoning_tokens_are_counted() -> None:
 HARMONY_IDS = {mark: 900 + index for index, mark in enumerate(HARMONY_MARKS)}
 
 
-def harmony(text: str) -> list[Part]:
-    parser = AnswerParser(known("Harmony"), None, "<|start|>assistant", TOOLS, marks=HARMONY_IDS, new_id=lambda: "new")
+def harmony(text: str, **options: Any) -> list[Part]:
+    parser = AnswerParser(
+        known("Harmony"), None, "<|start|>assistant", TOOLS, marks=HARMONY_IDS, new_id=lambda: "new", **options
+    )
     parts: list[Part] = []
     while text:
         mark = next((mark for mark in HARMONY_IDS if text.startswith(mark)), "")
@@ -275,6 +278,24 @@ def test_harmony_calls(header: str) -> None:
     parts = harmony(f'{header}<|message|>{{"a": 1}}<|call|>')
     assert [part for part in parts if not isinstance(part, Args)] == [CallBegin(0, "new", "now"), CallEnd(0)]
     assert collected(parts).values == [("now", {"a": 1})]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "<|channel|>commentary to=browser.search code",
+        " to=functions.now<|channel|>commentary json",
+        "<|channel|>commentary to=assistant<|channel|>commentary",
+        " to=functions.now",
+    ],
+)
+def test_without_tools_a_message_of_harmony_to_a_tool_is_reasoning(header: str) -> None:
+    final = "<|end|><|start|>assistant<|channel|>final<|message|>Hi<|return|>"
+    answer = collected(harmony(f'{header}<|message|>{{"a": 1}}{final}', may_call=False))
+    assert (answer.reasoning, answer.content, answer.calls) == ('{"a": 1}', "Hi", [])
+    final = "<|channel|>final to=user<|message|>Hi<|return|>"
+    assert collected(harmony(final, may_call=False)).content == "Hi"
+    assert len(collected(harmony(f"{header}<|message|>{{}}")).calls) == 1
 
 
 @pytest.mark.parametrize("text", ["Hello, to you", "<|channel|>Hello", "<|channel|>finally<|message|>Hello"])

@@ -333,6 +333,53 @@ def test_an_effort_that_a_template_refuses_becomes_the_nearest(effort: str | Non
     assert rendered.effort == ("" if used in (effort, "none") else used)
 
 
+OFF = {"enable_thinking": False, "thinking": False}
+THINKS = "{{ '<think></think>' if %s else '<think>' }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        (THINKS % "enable_thinking is false", "<think></think>"),
+        (THINKS % "thinking_budget == 0", "<think></think>"),  # Seed-OSS
+        (THINKS % "reasoning_effort is defined and reasoning_effort|lower == 'none'", "<think></think>"),  # Cohere
+        (THINKS % "reasoning is false", "<think></think>"),
+        (THINKS % "not enable_thinking", "<think></think>"),  # off unless a request says otherwise
+        ("{{ reasoning_effort|default('medium') }}", "low"),  # gpt-oss
+        ("{{ 'Strength ' ~ (reasoning_strength or 'high') }}", "Strength low"),
+        ("<think></think>{{ raise_exception('none') if reasoning_effort == 'none' }}", "<think></think>"),
+        ("no thoughts", "no thoughts"),
+    ],
+)
+def test_reasoning_is_turned_off_in_the_way_of_the_template(source: str, shown: str) -> None:
+    rendered = render_chat(ChatTemplate(source), [{"role": "user", "content": "Hi"}], **OFF)
+    assert rendered.text == shown
+    assert rendered.effort == ("low" if "low" in shown else "")
+    assert rendered.stays_on == ("raise" in source)
+    for own in ({}, {"enable_thinking": False}, {"enable_thinking": True, "thinking": True}):
+        assert render_chat(ChatTemplate(source), [], **own).text == ChatTemplate(source).render([], **own)
+    if "low" in shown:
+        name = "reasoning_effort" if "effort" in source else "reasoning_strength"
+        assert "own" in render_chat(ChatTemplate(source), [], **OFF, **{name: "own"}).text
+        assert "xhigh" in render_chat(ChatTemplate(source), [], reasoning_effort="xhigh").text
+
+
+def test_what_turns_reasoning_off_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    template, count = ChatTemplate(THINKS % "reasoning is false"), 0
+    render = ChatTemplate.render
+
+    def counted(self: ChatTemplate, /, *args: Any, **kwargs: Any) -> str:
+        nonlocal count
+        count += 1
+        return render(self, *args, **kwargs)
+
+    render_chat(template, [], **OFF)
+    monkeypatch.setattr(ChatTemplate, "render", counted)
+    for number in range(1, 4):
+        render_chat(template, [], **OFF)
+        assert count == number
+
+
 def test_a_refusal_for_another_reason_is_the_templates_own() -> None:
     template = ChatTemplate("{{ raise_exception('only ' ~ reasoning_effort) }}")
     for effort in ("high", "17", ["high"]):

@@ -12,6 +12,8 @@ from typing import Any
 
 from edgelm.text.calls.enforced import simplified
 from edgelm.text.calls.format import GEMMA_QUOTE, CallFormat, parts_of, to_json
+from edgelm.text.calls.free_order import listed, repeated
+from edgelm.text.calls.json_objects import is_open, json_expression, properties_of, with_shared
 from edgelm.text.calls.lark import Lark, escaped, json_rule
 from edgelm.text.calls.values import Tools
 
@@ -19,7 +21,6 @@ _KEY = r"[a-zA-Z_][a-zA-Z0-9_-]{0,63}"
 _MAX_DEPTH = 8
 _QUOTED = r"""'([^'\\]|\\['"\\nrt])*'"""  # a string as Python writes it
 _STRING_LIMITS = frozenset(("const", "enum", "format", "maxLength", "minLength", "pattern"))
-_WHOLE = "whole"  # the name of the whole schema, for references into it
 
 
 class Arguments:
@@ -45,23 +46,19 @@ class Arguments:
 
     def json(self, name: str) -> str:
         """Return the expression of the arguments as JSON."""
-        return self._lark.anonymous(json_rule(self._schemas[name]))
+        return json_expression(self._lark, self._schemas[name])
 
     # --------------------------------------------------------------------------------------------------------------
 
     def _tagged(self, name: str, schema: dict[str, Any]) -> str:
         lark = self._lark
-        properties, required = _properties(schema)
-        expressions = [
-            self._optional(self._argument(name, lark.text_of(key), key, schema, value), key in required)
-            for key, value in properties.items()
-        ]
-        if _is_open(schema):
+        properties, required = properties_of(schema)
+        items = {key: self._argument(name, lark.text_of(key), key, schema, value) for key, value in properties.items()}
+        if is_open(schema):
             types: Any = schema.get("additionalProperties")
             key = self._other_key(properties)
-            extra = self._argument(name, key, "", schema, types if isinstance(types, Mapping) else {})
-            expressions.append(f"({extra})*")
-        return " ".join(expressions)
+            items[""] = self._argument(name, key, "", schema, types if isinstance(types, Mapping) else {})
+        return listed(lark, items, required)
 
     def _argument(self, name: str, key: str, known: str, root: dict[str, Any], value: Any) -> str:
         lark, form = self._lark, self._form
@@ -70,7 +67,7 @@ class Arguments:
         if "string" in types or not types:
             texts.append(f"{_opening(lark, form.arg[1])} {self._raw_text(simplified(value, root))}")
         if types != {"string"} and not (types and "string" in types and not form.value_mark):
-            rule = lark.anonymous(json_rule(_with_shared(value, root)))
+            rule = lark.anonymous(json_rule(with_shared(value, root)))
             texts.append(f"{lark.mark(form.value_mark or form.arg[1])} ws {rule} {lark.mark(form.arg[2])}")
         return f"{lark.mark(form.arg[0])} {key} ({' | '.join(texts)})"
 
@@ -88,16 +85,16 @@ class Arguments:
 
     def _python(self, schema: dict[str, Any]) -> str:
         lark = self._lark
-        properties, required = _properties(schema)
+        properties, required = properties_of(schema)
         items = {
-            key: f"{lark.text_of(key + '=')} {self._python_value(_with_shared(value, schema))}"
+            key: f"{lark.text_of(key + '=')} {self._python_value(with_shared(value, schema))}"
             for key, value in properties.items()
         }
-        if _is_open(schema):
+        if is_open(schema):
             types = schema.get("additionalProperties")
-            value = self._python_value(_with_shared(types, schema)) if isinstance(types, Mapping) else ""
+            value = self._python_value(with_shared(types, schema)) if isinstance(types, Mapping) else ""
             items[""] = f'{self._other_key(properties)} "=" {value or lark.anonymous(json_rule({}))}'
-        return self._listed(items, required, ", ")
+        return listed(lark, items, required, ", ")
 
     def _python_value(self, schema: dict[str, Any]) -> str:
         if schema.get("type") == "boolean" and not schema.keys() & {"const", "enum"}:
@@ -108,7 +105,7 @@ class Arguments:
         return rule
 
     def _gemma(self, schema: Any, root: dict[str, Any], depth: int) -> str:
-        """Return the expression of a value in Gemma's syntax. Keys are sorted, as the template sorts them."""
+        """Return the expression of a value in Gemma's syntax. Templates sort the keys."""
         lark = self._lark
         quote = lark.text_of(GEMMA_QUOTE)
         schema = simplified(schema, root)
@@ -123,19 +120,19 @@ class Arguments:
             return f"{quote} {lark.raw(GEMMA_QUOTE, _text_pattern(schema))}"
         if kind == "array" and depth:
             item = self._gemma(schema.get("items"), root, depth - 1)
-            return f'"[" ({self._repeated(item, schema)}) "]"'
+            return f'"[" {repeated(item, schema, ",")} "]"'
         if kind == "object" and depth:
-            properties, required = _properties(schema)
+            properties, required = properties_of(schema)
             items = {
                 key: f"{lark.text_of(key + ':')} {self._gemma(properties[key], root, depth - 1)}"
                 for key in sorted(properties)
             }
-            if _is_open(schema):
+            if is_open(schema):
                 extra = self._gemma(schema.get("additionalProperties"), root, depth - 1)
                 items[""] = f'{self._other_key(properties)} ":" {extra}'
-            return f'"{{" {self._listed(items, required, ",")} "}}"'
+            return f'"{{" {listed(lark, items, required, ",")} "}}"'
         if kind in ("integer", "number", "boolean", "null"):
-            return lark.anonymous(json_rule(_with_shared(schema, root)))
+            return lark.anonymous(json_rule(with_shared(schema, root)))
         return self._gemma_any()
 
     def _other_key(self, properties: Mapping[str, Any]) -> str:
@@ -160,80 +157,10 @@ class Arguments:
     def _gemma_constant(self, value: object) -> str:
         return self._lark.text_of(f"{GEMMA_QUOTE}{value}{GEMMA_QUOTE}" if isinstance(value, str) else json.dumps(value))
 
-    def _repeated(self, item: str, schema: Mapping[str, Any]) -> str:
-        least, most = int(schema.get("minItems") or 0), schema.get("maxItems")
-        if most is not None and not int(most):
-            return '""'
-        if most is not None and int(most) == 1:
-            return item if least else f"({item})?"
-        more = f"{{{max(0, least - 1)},{int(most) - 1 if most is not None else ''}}}"
-        rest = f'{item} ("," {item}){more if most is not None or least > 1 else "*"}'
-        return rest if least else f"({rest})?"
-
-    def _listed(self, items: Mapping[str, str], required: frozenset[str], comma: str) -> str:
-        """Return the expression of items in their order, with commas between those that are there.
-
-        The item "" may come any number of times at the end.
-        """
-        lark = self._lark
-        first, later = "", ""
-        for key, item in reversed(list(items.items())):
-            if not key:
-                later = lark.anonymous(f"({json.dumps(comma)} {item})*")
-                first = lark.anonymous(f"({item} {later})?")
-                continue
-            here = lark.anonymous(item)
-            follow = f"{here} {later}".strip()
-            after = f"{json.dumps(comma)} {follow}"
-            if key in required:
-                first, later = lark.anonymous(follow), lark.anonymous(after)
-            else:
-                first = lark.anonymous(f"{follow} | {first}" if first else f"({follow})?")
-                later = lark.anonymous(f"{after} | {later}" if later else f"({after})?")
-        return first
-
-    @staticmethod
-    def _optional(expression: str, required: bool) -> str:
-        return expression if required else f"({expression})?"
-
 
 def _opening(lark: Lark, mark: str) -> str:
     """Return the expression of the mark before a text; a line break behind it belongs to the mark."""
     return lark.parts(parts_of(mark)) + (' "\\n"' if mark.endswith("\n") else "")
-
-
-def _properties(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
-    properties, required = schema.get("properties"), schema.get("required")
-    names = frozenset(map(str, required)) if isinstance(required, list) else frozenset()
-    return (properties if isinstance(properties, Mapping) else {}), names
-
-
-def _is_open(schema: Mapping[str, Any]) -> bool:
-    """Return whether other keys may come. Where the schema does not say, only if it names no key."""
-    return bool(schema.get("additionalProperties", not schema.get("properties")))
-
-
-def _with_shared(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part of a schema with what it may refer to: the whole schema, one level down."""
-    shared = {"x-guidance": root["x-guidance"]} if "x-guidance" in root else {}
-    if not isinstance(schema, Mapping):
-        return shared
-    if '"$ref": "#' not in json.dumps(schema):
-        return {**shared, **schema}
-    whole = {key: value for key, value in root.items() if key not in ("x-guidance", "$id", "id")}
-    return {**shared, **_moved(schema), "$defs": {_WHOLE: _moved(whole)}}
-
-
-def _moved(schema: Any) -> Any:
-    """Return a schema whose references to the root lead to the copy of the root."""
-    if isinstance(schema, list):
-        return [_moved(part) for part in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    return {
-        key: f"#/$defs/{_WHOLE}{value[1:]}" if key == "$ref" and str(value).startswith("#") else _moved(value)
-        for key, value in schema.items()
-    }
 
 
 def _choices(schema: Any) -> list[Any] | None:

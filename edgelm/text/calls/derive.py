@@ -49,13 +49,14 @@ class ToolSupport:
     """How a model is given tools, and how it calls them.
 
     Where the template does not describe the tools, give it none, and use generic.with_tools_text. Where it does not
-    write the calls of the history, use generic.with_plain_calls.
+    write the calls of the history, use generic.with_plain_calls, whose results it may show nevertheless.
     """
 
     form: CallFormat
     describes_tools: bool
     writes_calls: bool
     source: Source
+    shows_results: bool = True  # where it writes no calls: whether it has a form for their results
 
 
 def find_support(template: str, special_strings: Collection[str], render: Render) -> ToolSupport:
@@ -77,7 +78,8 @@ def find_support(template: str, special_strings: Collection[str], render: Render
 
     def support(form: CallFormat, source: Source) -> ToolSupport:
         is_own = source != "generic"
-        return ToolSupport(form, describes and is_own, writes and is_own, source)
+        writes_calls = writes and is_own
+        return ToolSupport(form, describes and is_own, writes_calls, source, is_own and (writes or probes.shows_result))
 
     if writes:
         for form in candidates:
@@ -127,6 +129,17 @@ class _Probes:
         except EdgeLMError:
             return None
         return rendered.rpartition(_USER)[2] if _USER in rendered else None
+
+    @property
+    def shows_result(self) -> bool:
+        """Whether a result is shown behind an answer of text."""
+        result = {"role": "tool", "tool_call_id": _IDS[0], "name": _FIRST, "content": "vv_result"}
+        answer = {"role": "assistant", "content": "vv_text"}
+        try:
+            rendered = self._render([{"role": "user", "content": _USER}, answer, result], None)
+        except EdgeLMError:
+            return False
+        return "vv_text" in rendered and "vv_result" in rendered
 
     def turn(self, calls: Sequence[Call]) -> str | None:
         """Return the text after the user's message."""

@@ -40,6 +40,19 @@ def unenforced(form: CallFormat, schema: Mapping[str, Any]) -> list[str]:
     return sorted(found)
 
 
+def is_plain_object(schema: Any) -> bool:
+    """Return whether a schema is that of an object, and says nothing but which keys it has."""
+    if not isinstance(schema, Mapping) or schema.get("type") != "object" or any(_of_object(schema)):
+        return False
+    properties = schema.get("properties", {})
+    return isinstance(properties, Mapping) and False not in properties.values()
+
+
+def is_plain_array(schema: Any) -> bool:
+    """Return whether a schema is that of a list, and says nothing but which items it has and how many."""
+    return isinstance(schema, Mapping) and schema.get("type") == "array" and schema.keys() & _ASSERTIONS <= _ARRAY
+
+
 def simplified(schema: Any, root: Mapping[str, Any]) -> Any:
     """Return a schema without a reference at its top, and with alternatives of plain types as a list of types."""
     for _ in range(_MAX_DEPTH):

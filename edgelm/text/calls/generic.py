@@ -19,8 +19,12 @@ GENERIC = HERMES
 _EXAMPLE = Call("NAME", {"PARAMETER": "VALUE"}, "abcdefgh1")
 
 
-def tools_text(form: CallFormat, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text that tells a model which tools it has, and how to call them."""
+def tools_text(form: CallFormat, tools: Sequence[Mapping[str, Any]], *, results: bool = False) -> str:
+    """Return the text that tells a model which tools it has, and how to call them.
+
+    `results`: the template shows results in its own way.
+    """
+    where = "" if results else ", between <tool_response> and </tool_response>"
     lines = "\n".join(to_json(tool.get("function", tool)) for tool in tools)
     example = write_calls(form, [_EXAMPLE])
     return (
@@ -28,15 +32,19 @@ def tools_text(form: CallFormat, tools: Sequence[Mapping[str, Any]]) -> str:
         f"parameters:\n<tools>\n{lines}\n</tools>\n"
         "Call a tool only if it helps to answer. To call one, write exactly this, with the tool's name and its "
         f"parameters:\n{example}\n"
-        "Then stop: the result comes in the next message, between <tool_response> and </tool_response>."
+        f"Then stop: the result comes in the next message{where}."
     )
 
 
 def with_tools_text(
-    messages: Sequence[Mapping[str, Any]], form: CallFormat, tools: Sequence[Mapping[str, Any]]
+    messages: Sequence[Mapping[str, Any]],
+    form: CallFormat,
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    results: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return the messages with the description of the tools in the system message."""
-    text = tools_text(form, tools)
+    """Return the messages with the description of the tools in the system message. For `results` see `tools_text`."""
+    text = tools_text(form, tools, results=results)
     read = [dict(message) for message in messages]
     if read and read[0].get("role") in ("system", "developer") and isinstance(read[0].get("content"), str):
         read[0]["content"] = f"{read[0]['content']}\n\n{text}".strip()
@@ -44,26 +52,36 @@ def with_tools_text(
     return [{"role": "system", "content": text}, *read]
 
 
-def with_plain_calls(messages: Sequence[Mapping[str, Any]], form: CallFormat) -> list[dict[str, Any]]:
-    """Return the messages with calls as text of the assistant, and results as messages of the user."""
+def with_plain_calls(
+    messages: Sequence[Mapping[str, Any]], form: CallFormat, *, results: bool = False
+) -> list[dict[str, Any]]:
+    """Return the messages with calls as text of the assistant, and results as messages of the user.
+
+    `results`: the template shows results, which stay as they are, with the names of their tools.
+    """
     read: list[dict[str, Any]] = []
-    results = False  # whether the last message is one of results
+    names: dict[str, str] = {}  # of the tools, by the ids of calls
+    last_is_result = False  # of the user
     for message in messages:
+        if message.get("role") == "tool" and results:
+            name = names.get(str(message.get("tool_call_id")))
+            read.append({**({"name": name} if name else {}), **message})
+            continue
         if message.get("role") == "tool":
             text = f"<tool_response>\n{_text(message.get('content'))}\n</tool_response>"
-            if results:
+            if last_is_result:
                 read[-1]["content"] += "\n" + text
             else:
                 read.append({"role": "user", "content": text})
-            results = True
+            last_is_result = True
             continue
-        results = False
+        last_is_result = False
         plain = {key: value for key, value in message.items() if key != "tool_calls"}
         calls = message.get("tool_calls")
         if calls:
-            plain["content"] = (
-                f"{_text(message.get('content'))}\n{write_calls(form, [_call(one) for one in calls])}".strip()
-            )
+            written = [_call(one) for one in calls]
+            names |= {call.id: call.name for call in written}
+            plain["content"] = f"{_text(message.get('content'))}\n{write_calls(form, written)}".strip()
         read.append(plain)
     return read
 

@@ -4,7 +4,8 @@
     <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>
 
 `analysis` is reasoning, a message to a function is a call, and all else is content. Headers are often malformed: a
-message without a known header is content.
+message without a known header is content. Where the model may not call, it still writes messages to tools that it knows
+from its training: these are reasoning.
 
 Owns the reading of messages. Knows nothing of tokens.
 """
@@ -34,8 +35,9 @@ def message_starts(control: Collection[str]) -> list[str]:
 class Harmony:
     """Reads one answer in Harmony. The prompt ends with `<|start|>assistant`."""
 
-    def __init__(self, reader: Reader, marks: Marks, out: Output, calls: Calls) -> None:
+    def __init__(self, reader: Reader, marks: Marks, out: Output, calls: Calls, *, may_call: bool = True) -> None:
         self._reader, self._out, self._calls = reader, out, calls
+        self._may_call = may_call
         self._start, self._channel, self._message = map(marks.compiled, ("<|start|>", "<|channel|>", "<|message|>"))
         marks_of_starts = (mark for mark in (self._start, self._channel) if MARKS.match(mark))
         self._starts = (*marks_of_starts, *message_starts(marks.strings))
@@ -120,5 +122,7 @@ class Harmony:
         name = recipient[1].removeprefix("functions.") if recipient else ""
         is_analysis = channel is not None and channel[1] == "analysis"
         if recipient and (recipient[1].startswith("functions.") or name in self._calls.tools.names or not is_analysis):
-            return "call", name
+            if self._may_call:
+                return "call", name
+            return ("content" if channel is not None and channel[1] == "final" else "reasoning"), ""
         return ("reasoning" if is_analysis else "content"), ""

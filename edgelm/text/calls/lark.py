@@ -70,6 +70,14 @@ class Lark:
             self._rules[name + attributes] = body
         return self._names[text]
 
+    def parametric(self, body: str) -> str:
+        """Return the name of a rule with a parameter, a number of 64 bits; in its body, SELF stands for its name."""
+        text = f"::_: {body}"
+        if text not in self._names:
+            name = self._names[text] = f"r{len(self._names)}"
+            self._rules[f"{name}::_"] = body.replace("SELF", name)
+        return self._names[text]
+
     def terminal(self, body: str) -> str:
         """Return the name of a terminal with this body: only there, patterns can be combined."""
         if body not in self._names:

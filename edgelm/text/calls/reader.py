@@ -47,18 +47,23 @@ class Marks:
 
     def compiled_format(self, form: CallFormat) -> CallFormat:
         """Return a format with a character for each control string in it."""
-        changes: dict[str, object] = {}
-        for field in fields(form):
-            value = getattr(form, field.name)
-            if field.name in ("body", "raw", "id_rule", "keys", "name"):
-                continue
-            if isinstance(value, str):
-                changes[field.name] = self.compiled(value)
-            elif field.name == "also":
-                changes[field.name] = tuple(self.compiled_format(other) for other in value)
-            elif isinstance(value, tuple):
-                changes[field.name] = tuple(self.compiled(text) for text in value)
-        return replace(form, **changes)  # type: ignore[arg-type]  # the values have the types of their fields
+        return changed_format(form, self.compiled)
+
+
+def changed_format(form: CallFormat, change: Callable[[str], str]) -> CallFormat:
+    """Return a format with `change` applied to all its marks."""
+    changes: dict[str, object] = {}
+    for field in fields(form):
+        value = getattr(form, field.name)
+        if field.name in ("body", "raw", "id_rule", "keys", "name"):
+            continue
+        if isinstance(value, str):
+            changes[field.name] = change(value)
+        elif field.name == "also":
+            changes[field.name] = tuple(changed_format(other, change) for other in value)
+        elif isinstance(value, tuple):
+            changes[field.name] = tuple(map(change, value))
+    return replace(form, **changes)  # type: ignore[arg-type]  # the values have the types of their fields
 
 
 class Finder:
