@@ -326,7 +326,7 @@ class Engine:
                 if idle:
                     self._watchdog.work = None
                 if not self._take_commands(wait=idle, limit_s=None if flushed else FLUSH_IDLE_AFTER_S) and idle:
-                    self._flush_idle()
+                    self._flush_idle(ends=False)
                     self._embeddings.free()
                     flushed = True
                 self._watchdog.begin()
@@ -341,7 +341,7 @@ class Engine:
             for seq in [*self._scheduler.running, *self._scheduler.waiting]:
                 self._scheduler.abort(seq.id)
             self._pipeline.reset()
-            self._flush_idle(self._on_saving)
+            self._flush_idle(ends=True, on_saving=self._on_saving)
         except DeviceError as error:
             self._lose(error)
         finally:  # even if a bug ends the thread, no client may wait for it
@@ -362,10 +362,10 @@ class Engine:
         for job in list(self._jobs):
             job.finish(error)
 
-    def _flush_idle(self, on_saving: OnSaving = lambda _: None) -> None:
+    def _flush_idle(self, *, ends: bool, on_saving: OnSaving = lambda _: None) -> None:
         """Store idle prefixes, so that they outlive the process; an error costs these prefixes and nothing else."""
         try:
-            step = self._scheduler.flush_idle()
+            step = self._scheduler.flush_idle(ends)
             ops = step.ops if step else ()
             num_stored = sum(isinstance(op, Store) for op in ops)
             for part in _by_save(ops):  # to copy a state may take a second, and each copy is progress
