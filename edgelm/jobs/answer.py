@@ -217,8 +217,11 @@ class Answerer:
             text = self._loaded.tokenizer.decode(ids, strip_prefix_space=True)
         echoes = [AnswerDelta((Content(text),), scores, choice) for choice in range(request.num_choices)]
         if request.sampling.get("max_tokens") == 0:
+            stats = _no_stats(len(ids))
+            if prepared.usage and len(scores) < 2:  # the engine had nothing to do
+                prepared.usage.begin(counts_prompt=True)(Event(0, finish_reason="length", stats=stats))
             for echo in echoes:
-                yield replace(echo, reason="length", stats=_no_stats(len(ids)))
+                yield replace(echo, reason="length", stats=stats)
             return
         async with aclosing(self.answer(replace(prepared, request=replace(request, echo=False)))) as deltas:
             first = await anext(deltas)  # a request that fails at once shows nothing
@@ -240,6 +243,8 @@ class Answerer:
             _ScriptMatcher(script),
             cache_namespace=prepared.cache_namespace,
             client=prepared.client,
+            usage=prepared.usage if prepared.request.sampling.get("max_tokens") == 0 else None,
+            scoring=True,
         )
         async with aclosing(stream):
             async for event in stream:
