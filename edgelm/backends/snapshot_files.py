@@ -20,6 +20,7 @@ import hashlib
 import logging
 import mmap
 import os
+import shutil
 import struct
 import time
 import zlib
@@ -134,9 +135,18 @@ class SnapshotFolder:
         return None
 
     def write(
-        self, tokens: NDArray[np.int32], cache_namespace: str, state: NDArray[np.uint8], shared: bool = False
+        self,
+        tokens: NDArray[np.int32],
+        cache_namespace: str,
+        state: NDArray[np.uint8],
+        shared: bool = False,
+        replaced: Sequence[str] = (),
     ) -> bool:
-        """Write a file unless it exists. Return False if there is no room, or if the disk fails, which is logged."""
+        """Write a file unless it exists, and then remove the `replaced` ones.
+
+        Return False if there is no room, or if the disk fails, which is logged; the replaced ones stay then. If the
+        disk cannot hold both, they are removed first.
+        """
         namespace_bytes = cache_namespace.encode()[:MAX_NAMESPACE_BYTES]
         token_bytes = tokens.astype("<i4").tobytes()
         key = hashlib.blake2b(namespace_bytes).digest()
@@ -149,17 +159,24 @@ class SnapshotFolder:
         )
         head += namespace_bytes + token_bytes
         head += _CRC.pack(zlib.crc32(head))
-        if path.exists() or not self._make_room(len(head) + state.size):
+        if path.exists():
+            self.remove(replaced)
+            return True
+        size = len(head) + state.size
+        if not self._make_room(size, replaced):
             return path.exists()
         try:
             _private_folder(self._root)
             _private_folder(self.path)
+            if 0 < size - shutil.disk_usage(self.path).free <= self._num_bytes(replaced):
+                self.remove(replaced)
             atomic_write(path, head, *pieces, on_part=self._note_progress)
-            self._refused.discard(path.name)
-            self._make_room(0)  # other processes may have written too; the last one sees all files
         except OSError as error:
             log.warning("a conversation is not kept on disk: %s: %s", self.path, error.strerror or error)
             return False
+        self._refused.discard(path.name)
+        self.remove(replaced)
+        self._make_room(0)  # other processes may have written too; the last one sees all files
         return True
 
     def delete(self, name: str, reason: str) -> None:
@@ -169,7 +186,7 @@ class SnapshotFolder:
             (self.path / name).unlink()
         self._forget(name)
 
-    def remove(self, names: list[str]) -> None:
+    def remove(self, names: Sequence[str]) -> None:
         """Remove files that a longer one has replaced."""
         for name in names:
             with contextlib.suppress(OSError):
@@ -231,17 +248,27 @@ class SnapshotFolder:
         self._files = tuple(file for file in self._files if file.name != name)
         self._listed_ns = 0
 
-    def _make_room(self, nbytes: int) -> bool:
+    def _num_bytes(self, names: Sequence[str]) -> int:
+        sizes = 0
+        for name in names:
+            with contextlib.suppress(OSError):
+                sizes += (self.path / name).stat().st_size
+        return sizes
+
+    def _make_room(self, nbytes: int, replaced: Sequence[str] = ()) -> bool:
         """Delete old files, and others until `nbytes` more fit. Return False if they never will.
 
-        The least recently used ones go first, and after them those of shared prefixes.
+        The least recently used ones go first, and after them those of shared prefixes. The `replaced` ones stay, and
+        do not count: the caller removes them after it has written.
         """
         now, most = time.time(), self._bounds.max_bytes
+        not_counted = {str(self.path / name) for name in replaced}
         files: list[tuple[float, int, str]] = []
         for folder in _entries(self._root):
             for entry in _entries(folder.path):
-                if not entry.name.endswith((SUFFIX, PROMPT_TOKENS)) and not entry.name.startswith("."):
-                    continue  # not our file
+                is_ours = entry.name.endswith((SUFFIX, PROMPT_TOKENS)) or entry.name.startswith(".")
+                if not is_ours or entry.path in not_counted:
+                    continue
                 with contextlib.suppress(OSError):
                     stat = entry.stat(follow_symlinks=False)
                     files.append((stat.st_mtime, stat.st_size, entry.path))

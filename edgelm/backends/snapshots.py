@@ -158,8 +158,7 @@ class SnapshotStore:
         self._folder.prune()
         while (job := self._next_job()) is not None:
             op = job.op
-            if self._folder.write(op.tokens, op.cache_namespace, job.state, op.shared):
-                self._folder.remove(job.replaced)
+            self._folder.write(op.tokens, op.cache_namespace, job.state, op.shared, job.replaced)
             with self._changed:
                 del self._jobs[op.key]
                 self._writing = None

@@ -446,8 +446,11 @@ class KVCache(Protocol):
     def reset(self) -> None:
         """Forget everything and unbind all sequences: a step failed, and the content of the device is unknown."""
 
-    def flush_idle(self) -> None:
-        """Make ops that store idle prefixes beyond this process. No sequence runs now."""
+    def flush_idle(self, ends: bool) -> None:
+        """Make ops that store idle prefixes beyond this process: those worth it now, or all as the engine `ends`.
+
+        No sequence runs now.
+        """
 
     def take_ops(self) -> tuple[Op, ...]:
         """Return the device effects since the last call, in order."""

@@ -106,9 +106,12 @@ class Counters:
         self._counts["embedding_inputs_total"] += len(inputs)
         self._counts["embedding_tokens_total"] += sum(map(len, inputs))
 
-    def ended(self, reason: FinishReason, stats: Stats) -> None:
-        """Count a request that ended; its times only if it has a token."""
+    def ended(self, reason: FinishReason, stats: Stats, *, scored: bool = False) -> None:
+        """Count a request that ended; its times only if it has a token. A prompt that was `scored` counts here."""
         self._finished[reason] += 1
+        if scored:
+            self._counts["prompt_tokens_total"] += stats.prompt_tokens
+            self._histograms["request_prompt_tokens"].observe(stats.prompt_tokens)
         if not stats.completion_tokens:
             return
         for name, value in {

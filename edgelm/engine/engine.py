@@ -69,6 +69,8 @@ class _Request:
     last: float = 0.0
     request_id: str = ""  # for logs
     limit_s: float | None = None  # for the answer, from its first token on
+    scoring: bool = False  # its tokens behind the first are those of a prompt
+    counted: bool = True  # by the counters of the engine
     drafted: int = 0  # of `seq`, as counted
     accepted: int = 0
 
@@ -79,10 +81,12 @@ class _Request:
     def stats(self) -> Stats:
         seq, first, last = self.seq, self.first or time.perf_counter(), self.last or self.first
         started = self.started or first
+        if self.scoring and self.last:
+            first = self.last
         return Stats(
-            prompt_tokens=seq.prompt_len,
+            prompt_tokens=len(seq.tokens) if self.scoring else seq.prompt_len,
             cached_tokens=seq.cached or 0,
-            completion_tokens=seq.completion_len,
+            completion_tokens=0 if self.scoring else seq.completion_len,
             drafted=seq.drafted,
             accepted=seq.accepted,
             forced=seq.forced,
@@ -165,12 +169,15 @@ class Engine:
         limit_s: float | None = None,
         usage: Usage | None = None,
         pictures: tuple[PictureSpan, ...] = (),
+        scoring: bool = False,
     ) -> Stream:
         """Queue a prompt; iterate over the returned stream, in the running event loop, for its events.
 
         `past` is the part of the conversation that is no longer in the prompt. Namespaces share no cached prefixes and
         no learnt drafts. Clients take turns, and an `interactive` request overtakes others (`AdmissionQueue`). An
         answer ends with the reason "length" `limit_s` after its first token. `usage` is notified at start and end.
+        In a `scoring` request the matcher forces the rest of a prompt. It counts as a prompt without an answer; without
+        `usage` it does not count: an answer to the same prompt follows.
         Raises RequestError for a prompt that can never run, BusyError when too many requests are open, of this client
         or of all, EngineError when the engine is closed.
         """
@@ -184,7 +191,8 @@ class Engine:
             seq.cache_namespace, seq.client, seq.interactive = cache_namespace, client, interactive
             seq.pictures = pictures
             mailbox = Mailbox(loop, usage.begin(counts_prompt=params.choice == 0) if usage else None)
-            self._open[seq.id] = _Request(seq, mailbox, request_id=usage.request_id if usage else "", limit_s=limit_s)
+            self._open[seq.id] = request = _Request(seq, mailbox, limit_s=limit_s, scoring=scoring)
+            request.request_id, request.counted = usage.request_id if usage else "", bool(usage) or not scoring
             self._inbox.put(lambda: self._scheduler.add(seq))
         return Stream(mailbox, lambda reason: self._inbox.put(lambda: self._cancel(seq.id, reason)))
 
@@ -301,7 +309,8 @@ class Engine:
             request = self._open[chunk.seq.id]
             if not request.started:
                 request.started = began
-                self.counters.admitted(chunk.seq)
+                if not request.scoring:
+                    self.counters.admitted(chunk.seq)
         return step
 
     def _recompute(self, error: LostStepError) -> list[Event]:
@@ -326,7 +335,7 @@ class Engine:
                 if idle:
                     self._watchdog.work = None
                 if not self._take_commands(wait=idle, limit_s=None if flushed else FLUSH_IDLE_AFTER_S) and idle:
-                    self._flush_idle()
+                    self._flush_idle(ends=False)
                     self._embeddings.free()
                     flushed = True
                 self._watchdog.begin()
@@ -341,7 +350,7 @@ class Engine:
             for seq in [*self._scheduler.running, *self._scheduler.waiting]:
                 self._scheduler.abort(seq.id)
             self._pipeline.reset()
-            self._flush_idle(self._on_saving)
+            self._flush_idle(ends=True, on_saving=self._on_saving)
         except DeviceError as error:
             self._lose(error)
         finally:  # even if a bug ends the thread, no client may wait for it
@@ -362,10 +371,10 @@ class Engine:
         for job in list(self._jobs):
             job.finish(error)
 
-    def _flush_idle(self, on_saving: OnSaving = lambda _: None) -> None:
+    def _flush_idle(self, *, ends: bool, on_saving: OnSaving = lambda _: None) -> None:
         """Store idle prefixes, so that they outlive the process; an error costs these prefixes and nothing else."""
         try:
-            step = self._scheduler.flush_idle()
+            step = self._scheduler.flush_idle(ends)
             ops = step.ops if step else ()
             num_stored = sum(isinstance(op, Store) for op in ops)
             for part in _by_save(ops):  # to copy a state may take a second, and each copy is progress
@@ -408,8 +417,12 @@ class Engine:
                 event = replace(event, finish_reason="length")
             if event.finish_reason:
                 stats = request.stats()
-                self.counters.ended(event.finish_reason, stats)
-                event = replace(event, stats=stats)
+                reason = event.finish_reason
+                if request.scoring and reason == "stop":  # the end of the prompt is no end of an answer
+                    reason = "length"
+                if request.counted:
+                    self.counters.ended(reason, stats, scored=request.scoring)
+                event = replace(event, finish_reason=reason, stats=stats)
                 with self._lock:
                     del self._open[event.seq_id]
             if request.mailbox.post(event):
@@ -424,7 +437,9 @@ class Engine:
     def _count_tokens(self, request: _Request, num_tokens: int, now: float) -> None:
         """Note the time of new tokens, and count them with the draft that they come from."""
         seq = request.seq
-        if request.first:
+        if request.scoring:
+            request.first = request.first or now
+        elif request.first:
             self.counters.more_tokens(num_tokens, now - request.last)
         else:
             request.first = now

@@ -10,16 +10,18 @@ Empty blocks are taken before idle ones, and idle ones least recently used first
 (shared_prefixes.py). A sequence releases its blocks from the tail, so the tail of a prefix is evicted before its head,
 without which the tail is useless.
 
-With a store that keeps files, idle prefixes are saved when nothing runs, and a later process loads the blocks that it
-does not have into new ones: Save and Load name the blocks, and the store holds a snapshot only on its way.
+With a store that keeps files, idle prefixes are saved at the end, and some when nothing runs (idle_writes.py). A later
+process loads the blocks that it does not have into new ones: Save and Load name the blocks, and the store holds a
+snapshot only on its way.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -41,6 +43,7 @@ from edgelm.engine.core import (
     StateSpan,
     Store,
 )
+from edgelm.engine.idle_writes import GROWN_SHARE, IdleWrites, asked_len
 from edgelm.engine.prefixes import MIN_PREFIX_LEN, MIN_STORED_LEN, FileIndex
 from edgelm.engine.save_points import MIN_GAIN_LEN, dispensable
 from edgelm.engine.shared_prefixes import SHARED_SHARE, BranchPoints, SharedChains
@@ -82,6 +85,7 @@ class PagedKV:
         store: Snapshots | None = None,
         min_stored_len: int = MIN_STORED_LEN,
         shared_share: float = SHARED_SHARE,
+        seconds: Callable[[], float] = time.monotonic,
     ) -> None:
         num_blocks = info.capacity // block_len
         assert -(-info.context // block_len) <= num_blocks
@@ -109,6 +113,8 @@ class PagedKV:
         self._ops: list[Op] = []
         self._taken: tuple[Op, ...] = ()  # by the last step, which may have failed in the middle
         self._chains: WeakKeyDictionary[Sequence, list[bytes]] = WeakKeyDictionary()  # digests, in order of blocks
+        self._writes = IdleWrites(self._states is None, seconds)
+        self._asked: dict[bytes, bool] = {}  # reusable blocks at the end of a prompt: whether a later request has them
 
     # -- KVCache ---------------------------------------------------------------------------------------------------
 
@@ -170,6 +176,8 @@ class PagedKV:
             digests = self._digests_of(seq, max(num_hits, table.num_full))
             self._ops += self._states.begin(seq, digests, table.num_full)
         self._note_shared(seq, table.num_full, leaves_file)
+        if seq.cached is None:
+            self._asked |= {digest: True for digest in self._digests_of(seq, table.num_full) if digest in self._asked}
         seq.computed = table.num_full * self._block_len
         return True
 
@@ -219,6 +227,9 @@ class PagedKV:
     def release(self, seq: Sequence, resumes: bool = False) -> None:
         self.commit(seq)
         table = self._table_of(seq)
+        asked = asked_len(seq.prompt_len) // self._block_len
+        if 0 < asked <= table.num_full and (digest := self._digest(seq, asked - 1)) in self._reusable:
+            self._asked.setdefault(digest, False)
         if self._states:
             if not seq.computed:  # it failed
                 self._states.forget(self._chains.get(seq, []))
@@ -240,15 +251,18 @@ class PagedKV:
         self._digests = [None] * num_blocks
         self._reusable.clear()
         self._links.clear()
+        self._asked.clear()
+        self._writes.forget()
         self._num_next.clear()
         self._empty = list(reversed(range(num_blocks)))
         self._idle.clear()
         self._idle_last.clear()
         self._ops = [op for op in (*self._taken, *self._ops) if isinstance(op, Drop)]  # these may not be done
 
-    def flush_idle(self) -> None:
+    def flush_idle(self, ends: bool) -> None:
         if self._store is None:
             return
+        grown = None if ends else GROWN_SHARE
         recent_first = list(self._idle_prefixes())
         shared = [chain for chain in self._shared.kept() if self._reusable.keys() >= set(chain)]
         shared_ends = {chain[length - 1] for chain in shared for length in self._kept_lengths(chain)}
@@ -258,7 +272,7 @@ class PagedKV:
                 end = digests[length - 1]
                 if end not in queued:
                     queued.add(end)
-                    self._keep(digests[:length], end in shared_ends)
+                    self._keep(digests[:length], end in shared_ends, grown)
 
     def take_ops(self) -> tuple[Op, ...]:
         self._taken, self._ops = tuple(self._ops), []
@@ -382,8 +396,11 @@ class PagedKV:
         dropped = dispensable(last * self._block_len, tokens)
         return [last, *(length for index, length in enumerate(others) if index not in dropped)]
 
-    def _keep(self, digests: Seq[bytes], is_shared: bool) -> None:
-        """Write the blocks of a prefix to a file, unless a file covers it."""
+    def _keep(self, digests: Seq[bytes], is_shared: bool, grown: float | None) -> None:
+        """Write the blocks of a prefix to a file, unless a file covers it.
+
+        With `grown`, only if its conversation went on, and it is longer by this share than what files have of it.
+        """
         links = [self._links[digest] for digest in digests]
         tokens = np.frombuffer(b"".join(link.tokens for link in links), np.int32)
         namespace = links[0].cache_namespace
@@ -393,6 +410,13 @@ class PagedKV:
             covers = len(file.tokens) == common or not self._states
             if common == len(tokens) and covers and file.shared >= is_shared:
                 return
+        if grown is not None and not is_shared:
+            nbytes = len(tokens) * self._info.kv_bytes_per_token + self._info.state_bytes
+            went_on = any(self._asked.get(digest) for digest in digests)
+            grew = went_on and self._writes.has_grown(namespace, tokens, self._files.matches(namespace, tokens), grown)
+            if not grew or not self._writes.take(nbytes):
+                return
+        self._writes.add(namespace, tokens)
         key = next(self._keys)
         blocks = tuple(self._reusable[digest] for digest in digests)
         state = self._states.slot_of(digests[-1]) if self._states else None
@@ -471,6 +495,7 @@ class PagedKV:
         digest = self._digests[block]
         if digest is not None:
             del self._reusable[digest]
+            self._asked.pop(digest, None)
             self._digests[block] = None
             previous = self._links.pop(digest).previous
             self._num_next[previous] -= 1

@@ -5,7 +5,7 @@ leave as ops of the next step. Knows nothing of llama.cpp's functions.
 
     slots      running │ running │ idle: only the last one, and only while nothing runs │ empty …
     snapshots  copies of idle slots in RAM, evicted least recently used first, shared prefixes last
-    files      copies of snapshots: written when nothing runs, on eviction, and at the end
+    files      copies of snapshots: some when nothing runs and on eviction (idle_writes.py), all at the end
 
 Cells of an idle sequence slow down the steps of all others (8,192 of them: 3.5 times), so idle prefixes move from the
 cache to a snapshot as soon as another sequence runs. Some caches are not divisible (recurrent states, hybrids of them,
@@ -17,6 +17,8 @@ states can go back (`rollback_len`), if it ran alone: so it keeps a rejected dra
 from __future__ import annotations
 
 import itertools
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -38,6 +40,7 @@ from edgelm.engine.core import (
     StoredPrefix,
     Trim,
 )
+from edgelm.engine.idle_writes import EVICTED_SHARE, GROWN_SHARE, IdleWrites, asked_len
 from edgelm.engine.prefixes import MIN_PREFIX_LEN, MIN_STORED_LEN, FileIndex, PrefixIndex, Tokens, common_prefix_len
 from edgelm.engine.save_points import SAVED_SHARE, StateSizes, dispensable, save_points
 from edgelm.engine.shared_prefixes import SHARED_SHARE, BranchPoints, kept_longest
@@ -58,6 +61,8 @@ class Slot:
     final: int = 0  # positions before the chunk that runs, or ran last
     shortest: int = 0  # the least length to which a cache that cannot be trimmed can go back, once
     save_at: list[int] = field(default_factory=list)  # lengths at which to make a snapshot, ascending
+    asked_len: int = 0  # tokens of the last prompt that its next turn has too
+    went_on: bool = False  # its last sequence was not the first request of its conversation
 
     @property
     def tokens(self) -> list[int]:
@@ -84,6 +89,8 @@ class Snapshot:
     stored: bool = False  # a file holds it, or is about to
     fetched: bool = False  # read from a file, only to be loaded
     shared: bool = False  # several conversations begin with it
+    asked_len: int = 0  # as of the slot
+    went_on: bool = False  # the same; or a later request began with all of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +125,7 @@ class SlotKV:
         store: Snapshots | None = None,
         min_stored_len: int = MIN_STORED_LEN,
         shared_share: float = SHARED_SHARE,
+        seconds: Callable[[], float] = time.monotonic,
     ) -> None:
         self._info = info
         self._store = store
@@ -137,6 +145,7 @@ class SlotKV:
         self._min_stored_len = min_stored_len
         self._sizes = StateSizes(max(info.kv_bytes_per_token, 1))
         self._points = BranchPoints(min_stored_len)
+        self._writes = IdleWrites(self._divisible, seconds)
 
     # -- KVCache ---------------------------------------------------------------------------------------------------
 
@@ -180,8 +189,10 @@ class SlotKV:
         if chosen is None:
             return False
         branches = self._divisible and chosen.branches(len(tokens))
+        went_on = self._goes_on(seq, chosen)
         slot = self._take_slot(seq, chosen)
         slot.seq, slot.idle_tokens, slot.final = seq, [], chosen.length
+        slot.asked_len, slot.went_on = asked_len(seq.prompt_len), went_on
         seq.kv, seq.computed = slot, chosen.length
         slot.save_at = [] if self._divisible else self._save_points(slot, tokens)
         self._save_if_due(slot)
@@ -241,17 +252,19 @@ class SlotKV:
         self._ops = [*(Trim(slot.id, 0) for slot in self._slots), *(Drop(key) for key in keys)]
         self._snapshots = PrefixIndex()
         self._unmeasured = []
+        self._writes.forget()
 
-    def flush_idle(self) -> None:
+    def flush_idle(self, ends: bool) -> None:
         if self._store is None or not self._store.keeps_files:
             return
         self._measure()
+        grown = None if ends else GROWN_SHARE
         idle = self._idle()
-        if idle:
+        if idle and (grown is None or (idle.went_on and self._has_grown(idle, grown))):
             self._save(idle)
         recent_first = list(self._snapshots)[::-1]  # time may be short
         for snapshot in sorted(recent_first, key=lambda snapshot: bool(self._continuing(snapshot))):  # ends first
-            self._keep(snapshot)
+            self._keep(snapshot, grown)
 
     def take_ops(self) -> tuple[Op, ...]:
         self._alone = sum(slot.seq is not None for slot in self._slots) <= 1
@@ -278,7 +291,11 @@ class SlotKV:
             assert self._store
             key = next(self._keys)
             if self._store.fetch(source.name, key):
-                return _Match(match.length, Snapshot(key, source.tokens, source.cache_namespace, 0, fetched=True))
+                return _Match(match.length, self._fetched(key, source))
+
+    def _fetched(self, key: int, file: StoredPrefix) -> Snapshot:
+        asked = asked_len(len(file.tokens))  # the end of its prompt is not known
+        return Snapshot(key, file.tokens, file.cache_namespace, 0, fetched=True, shared=file.shared, asked_len=asked)
 
     def _best_match(self, seq: Sequence, tokens: Tokens) -> _Match:
         """Return the longest usable prefix: in an idle or running slot, or in a snapshot or file worth loading."""
@@ -338,6 +355,21 @@ class SlotKV:
         loaded = len(match.source.tokens) if isinstance(match.source, Snapshot | StoredPrefix) else 0
         needed = max(len(seq.tokens) + 1 - held, loaded)
         return needed + promised + SPARE_LEN * len(running) <= self._cells.free
+
+    def _goes_on(self, seq: Sequence, match: _Match) -> bool:
+        """Tell whether a sequence continues a conversation: not a shared prefix, and not itself after a preemption.
+
+        A snapshot that it uses as a whole is marked.
+        """
+        source = match.source
+        if source is None or isinstance(source, StoredPrefix):
+            return False
+        is_later = seq.cached is None and not (isinstance(source, Slot) and source.seq)  # or a choice of one request
+        continues = (source.went_on or is_later) and match.length >= source.asked_len
+        if isinstance(source, Snapshot):
+            source.went_on |= is_later and match.length == match.source_len
+            return continues and not source.shared
+        return continues
 
     def _take_slot(self, seq: Sequence, match: _Match) -> Slot:
         """Return a slot that holds exactly the match, with which the sequence begins."""
@@ -404,9 +436,13 @@ class SlotKV:
             return
         similar = list(self._snapshots.matches(cache_namespace, tokens))
         rivals = [(other, common) for other, common in similar if other.shared] if shared else similar
-        if any(self._covers(other, len(tokens), common) for other, common in rivals):
+        covering = [other for other, common in rivals if self._covers(other, len(tokens), common)]
+        for other in covering:
+            other.went_on |= slot.went_on
+        if covering:
             return
         snapshot = Snapshot(next(self._keys), tokens, cache_namespace, nbytes, shared=shared)
+        snapshot.asked_len, snapshot.went_on = slot.asked_len, slot.went_on
         for other, common in similar:
             if not other.shared and self._covers(snapshot, len(other.tokens), common):
                 self._drop(other)
@@ -419,7 +455,7 @@ class SlotKV:
             if used + nbytes <= self._max_bytes and len(self._snapshots) <= MAX_SNAPSHOTS:
                 break
             used -= other.nbytes
-            self._keep(other)
+            self._keep(other, EVICTED_SHARE)
             self._drop(other)
         self._trim(slot, slot.length, slot.seq)
         self._ops.append(Save(slot.id, snapshot.key))
@@ -459,17 +495,31 @@ class SlotKV:
         self._snapshots.remove(snapshot)
         self._ops.append(Drop(snapshot.key))
 
-    def _keep(self, snapshot: Snapshot) -> None:
-        """Write a snapshot to a file, unless a file covers it."""
+    def _keep(self, snapshot: Snapshot, grown: float | None = None) -> None:
+        """Write a snapshot to a file, unless a file covers it.
+
+        With `grown`, only if its conversation went on, and it is longer by this share than what files have of it.
+        """
         if self._store is None or not self._store.keeps_files or snapshot.stored:
             return
         if len(snapshot.tokens) < self._min_stored_len or self._is_dispensable(snapshot):
             return
-        snapshot.stored = True
         for file, common in self._files.matches(snapshot.cache_namespace, snapshot.tokens):
             if file.shared >= snapshot.shared and self._covers(file, len(snapshot.tokens), common):
+                snapshot.stored = True
                 return
+        if grown is not None and not (
+            snapshot.went_on and self._has_grown(snapshot, grown) and self._writes.take(snapshot.nbytes)
+        ):
+            return
+        snapshot.stored = True
+        self._writes.add(snapshot.cache_namespace, snapshot.tokens)
         self._ops.append(Store(snapshot.key, snapshot.tokens, snapshot.cache_namespace, snapshot.shared))
+
+    def _has_grown(self, prefix: Slot | Snapshot, share: float) -> bool:
+        """Tell whether a prefix, of an idle slot or a snapshot, is longer by a share than what files have of it."""
+        tokens, cache_namespace = np.array(prefix.tokens, np.int32), prefix.cache_namespace
+        return self._writes.has_grown(cache_namespace, tokens, self._files.matches(cache_namespace, tokens), share)
 
     def _measure(self) -> None:
         """Take the true sizes of snapshots that recent steps saved, and correct the estimate for others."""

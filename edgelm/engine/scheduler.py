@@ -107,9 +107,12 @@ class Scheduler:
         """Spend about `seconds` on the background work of the drafter; True: there is more."""
         return self._drafter.work(seconds) if self._drafter else False
 
-    def flush_idle(self) -> Step | None:
-        """Return a step of ops alone that stores idle prefixes beyond this process; None: there is nothing to store."""
-        self._kv.flush_idle()
+    def flush_idle(self, ends: bool) -> Step | None:
+        """Return a step of ops alone that stores idle prefixes beyond this process; None: there is nothing to store.
+
+        As the engine `ends` it stores all of them, before that those worth it.
+        """
+        self._kv.flush_idle(ends)
         ops = self._kv.take_ops()
         return Step((), ops) if ops else None
 

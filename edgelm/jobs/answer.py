@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -24,6 +24,7 @@ from edgelm.engine.usage import Usage
 from edgelm.jobs.constraints import Constraints, Style, Styles
 from edgelm.jobs.prompts import PastTokens, Prompts
 from edgelm.jobs.request import AnswerDelta, AnswerReason, AnswerRequest, too_long
+from edgelm.jobs.stop_tokens import stop_tokens
 from edgelm.text.calls.output import RepeatedCalls
 from edgelm.text.chat import Rendered
 from edgelm.text.parse import AnswerParser, Args, CallBegin, CallEnd, Content, Part, Reasoning
@@ -58,6 +59,7 @@ class Prepared:
     notes: tuple[str, ...]
     usage: Usage | None = None  # counts every sequence
     pictures: tuple[PictureSpan, ...] = ()
+    stop_tokens: Mapping[int, str] = field(default_factory=dict)  # of the request, with what is reported at the end
 
 
 class Answerer:
@@ -104,6 +106,8 @@ class Answerer:
         if chat is not None:
             notes = (*notes, *_notes_on_effort(chat.rendered, request.template_kwargs.get("reasoning_effort")))
         stops = request.stop if chat is None else (*request.stop, *(await self._templates.template()).stop_strings)
+        ends = stop_tokens(self._loaded.tokenizer, request.stop, params.stop_ids, style.marks)
+        params = replace(params, stop_ids=self._loaded.tokenizer.stop_ids | ends.keys())
         predicted = [{"role": "assistant", "content": request.prediction}] if request.prediction else []
         past = await self._past.tokens([*request.past, *predicted])
         return Prepared(
@@ -120,6 +124,7 @@ class Answerer:
             client,
             tuple(notes),
             pictures=spans,
+            stop_tokens=ends,
         )
 
     async def answer(self, prepared: Prepared) -> AsyncGenerator[AnswerDelta, None]:
@@ -162,7 +167,7 @@ class Answerer:
             values["seed"] = request.sampling.get("seed", settings.seed or 0)
         if values["max_tokens"] == 0:
             values["max_tokens"] = 1  # its token is dropped
-        return SamplingParams(**values, stop_ids=self._loaded.tokenizer.stop_ids)
+        return SamplingParams(**values)
 
     # -- answers ---------------------------------------------------------------------------------------------------
 
@@ -196,8 +201,8 @@ class Answerer:
             # The message of a repeated call does not have all the tokens. Repeatable answers depend on texts alone:
             # another process may encode them to other tokens than the model generated.
             is_kept = choice == 0 and not (decoding.repeats.found or engine.info.repeatable)
-            if decoding.ids and is_kept and prepared.chat is not None:
-                await self._templates.cache_answer(prepared.chat, decoding.ended_ids(), decoding.message.message())
+            if decoding.ids and is_kept and prepared.chat is not None and (ids := decoding.ended_ids()):
+                await self._templates.cache_answer(prepared.chat, ids, decoding.message.message())
 
     async def _choices(self, prepared: Prepared) -> AsyncGenerator[AnswerDelta, None]:
         """Yield several answers as they come. All but the first begin when the prompt, which they share, is cached."""
@@ -219,8 +224,11 @@ class Answerer:
             text = self._loaded.tokenizer.decode(ids, strip_prefix_space=True)
         echoes = [AnswerDelta((Content(text),), scores, choice) for choice in range(request.num_choices)]
         if request.sampling.get("max_tokens") == 0:
+            stats = _no_stats(len(ids))
+            if prepared.usage and len(scores) < 2:  # the engine had nothing to do
+                prepared.usage.begin(counts_prompt=True)(Event(0, finish_reason="length", stats=stats))
             for echo in echoes:
-                yield replace(echo, reason="length", stats=_no_stats(len(ids)))
+                yield replace(echo, reason="length", stats=stats)
             return
         async with aclosing(self.answer(replace(prepared, request=replace(request, echo=False)))) as deltas:
             first = await anext(deltas)  # a request that fails at once shows nothing
@@ -242,6 +250,8 @@ class Answerer:
             _ScriptMatcher(script),
             cache_namespace=prepared.cache_namespace,
             client=prepared.client,
+            usage=prepared.usage if prepared.request.sampling.get("max_tokens") == 0 else None,
+            scoring=True,
         )
         async with aclosing(stream):
             async for event in stream:
@@ -292,6 +302,7 @@ class Decoding:
         self._notes = prepared.notes
         self._must_end = request.grammar is not None or request.tool_choice.mode == "required"
         self._tokenizer = tokenizer
+        self._stop_tokens = prepared.stop_tokens
         self._limit = IndentLimit(request.least_indent)
         self._is_complete = False  # the model or the grammar ended it
         self._parser = AnswerParser(
@@ -309,9 +320,11 @@ class Decoding:
         """Take the tokens of an event, up to where the answer is cut; the last delta has the reason of the end."""
         parser, parts, taken = self._parser, list[Part](), 0
         for index, sample in enumerate(event.sampled):
+            taken += 1
+            if sample.id in self._stop_tokens:  # it is the last one, and no mark
+                break
             piece = b"" if sample.id in self.params.stop_ids else self._tokenizer.piece(sample.id)
             parts += self._take(parser.push(sample.id, piece, drafted=index < event.accepted))
-            taken += 1
             self.is_cut = parser.stopped or self._limit.reached or self.repeats.found
             if self.is_cut:
                 break
@@ -333,16 +346,21 @@ class Decoding:
             sampled,
             self.params.choice,
             reason,
-            parser.stop if reason == "stop" else None,
+            (parser.stop or self._stop_tokens.get(self.ids[-1])) if reason == "stop" and self.ids else None,
             event.stats,
             parser.reasoning_tokens,
             notes if reason else (),
         )
 
     def ended_ids(self) -> list[int]:
-        """Return the tokens with a stop token at the end, also if the grammar ended the answer, before any."""
+        """Return the tokens with a stop token at the end, also if the grammar ended the answer, before any.
+
+        A stop token of the request alone is not part of the conversation.
+        """
+        if self.ids[-1] in self._stop_tokens:
+            return self.ids[:-1]
         if self._is_complete and self.ids[-1] not in self.params.stop_ids:
-            return self.ids + sorted(self.params.stop_ids)[:1]
+            return self.ids + sorted(self._tokenizer.stop_ids)[:1]
         return self.ids
 
     def _take(self, parts: list[Part]) -> list[Part]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import random
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -337,6 +340,69 @@ def test_a_longer_conversation_takes_the_place_of_its_beginning(tmp_path: Path) 
         store.store(Store(key, tokens_of(1)[:length], cache_namespace))
         store.flush()
     assert sorted((len(file.tokens), file.cache_namespace) for file in store.files()) == [(100, "bob"), (300, "ann")]
+    store.close()
+
+
+def sizes_in(files: SnapshotFolder) -> list[tuple[int, int]]:
+    """Return the first token and the number of tokens of each file."""
+    return sorted((int(file.tokens[0]), len(file.tokens)) for file in files.files())
+
+
+def write_turn(store: SnapshotStore, key: int, tokens: list[int], size: int) -> None:
+    state = store.new_state(size)
+    assert state is not None
+    store.put(key, state)
+    store.store(Store(key, np.array(tokens, np.int32), ""))
+    store.flush()
+    store.drop(key)
+
+
+def test_a_new_turn_costs_no_other_conversation_if_both_fit(tmp_path: Path) -> None:
+    """The old turn of the long one is about to be replaced, so it takes no room."""
+    files = folder(tmp_path, bounds=Bounds(100_000, 1e6))
+    store = SnapshotStore(10**6, files)
+    write_turn(store, 1, [1] * 300, 30_000)
+    write_turn(store, 2, [2] * 600, 55_000)
+    write_turn(store, 3, [2] * 620, 56_000)
+    assert sizes_in(files) == [(1, 300), (2, 620)]
+    store.close()
+
+
+@pytest.mark.parametrize("free", [2**40, 0])
+def test_a_turn_that_cannot_be_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    files = folder(tmp_path, bounds=Bounds(100_000, 1e6))
+    store = SnapshotStore(10**6, files)
+    write_turn(store, 1, [1] * 300, 30_000)
+    write_turn(store, 2, [2] * 600, 55_000)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(snapshot_files, "atomic_write", fail)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    write_turn(store, 3, [2] * 630, 60_000)
+    assert sizes_in(files) == [(1, 300), (2, 600)]
+    store.close()
+
+
+def test_a_disk_that_cannot_hold_both_turns_gets_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = folder(tmp_path)
+    store = SnapshotStore(10**6, files)
+    write_turn(store, 1, [1] * 600, 55_000)
+    there: list[int] = []
+    write = snapshot_files.atomic_write
+
+    def noting(path: Path, *parts: bytes | memoryview, **options: Any) -> None:
+        there.append(len(paths(tmp_path)))
+        write(path, *parts, **options)
+
+    monkeypatch.setattr(snapshot_files, "atomic_write", noting)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=20_000))
+    write_turn(store, 2, [1] * 620, 56_000)
+    assert there == [0]
+    assert sizes_in(files) == [(1, 620)]
     store.close()
 
 

@@ -108,8 +108,8 @@ class DiskLoop(Loop):
         self.executor = FakeExecutor(self.info, self.memory)
         self.scheduler = Scheduler(self.info, self.kv, self.clock)
 
-    def flush_idle(self) -> list[Op]:
-        step = self.scheduler.flush_idle()
+    def flush_idle(self, ends: bool = True) -> list[Op]:
+        step = self.scheduler.flush_idle(ends)
         if step:
             self.executor.forward(step)
         if isinstance(self.memory, PagedMemory):

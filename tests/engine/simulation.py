@@ -396,16 +396,17 @@ class Simulation:
 
     def _flush_idle(self) -> None:
         """Act as an idle engine; perhaps damage a file, perhaps continue as a new process."""
-        step = self.scheduler.flush_idle()
+        rng = self.workload.rng
+        restarts = rng.random() < self.workload.restart_rate
+        step = self.scheduler.flush_idle(ends=restarts)
         if step:
             try:
                 self.executor.forward(step)
             except (EngineError, InjectedError):
                 self.scheduler.recompute()
-        rng = self.workload.rng
         if self.files and self.files.found and rng.random() < 0.3:
             self.files.spoiled.add(rng.choice(self.files.found).name)
-        if rng.random() < self.workload.restart_rate:
+        if restarts:
             self.num_restarts += 1
             self.start()
 

@@ -11,6 +11,7 @@ from edgelm.base.errors import EngineError
 from edgelm.engine.core import SamplingParams, Sequence
 from edgelm.engine.counters import COUNTS, HISTOGRAMS, Histogram
 from edgelm.engine.usage import Usage
+from edgelm.jobs.answer import _ScriptMatcher as Script
 from tests.engine.fake import Fault, SimpleDrafter
 from tests.engine.test_engine import ENDLESS, emptied, events_of, greedy, running_engine
 
@@ -103,6 +104,26 @@ async def test_the_used_share_of_the_cache_is_that_of_running_sequences(runs_ahe
         stream.close()
         await emptied(engine)
         assert engine.kv_usage == 0, "what is idle makes way"
+
+
+@pytest.mark.parametrize("usage", [Usage("id"), None])
+async def test_the_tokens_of_a_scored_prompt_are_no_answer(usage: Usage | None) -> None:
+    """Without usage they do not count: an answer to the same prompt follows."""
+    with running_engine() as (engine, _):
+        ids = [1 + number % 7 for number in range(60)]
+        params = SamplingParams(temperature=0, max_tokens=59, num_logprobs=1)
+        events = await events_of(engine.submit(ids[:1], params, Script(ids[1:]), usage=usage, scoring=True))
+        assert [sample.id for event in events for sample in event.sampled] == ids[1:]
+        copy = engine.counters.copy()
+        scored = 60 if usage else 0
+        assert copy["counts"] == dict.fromkeys(COUNTS, 0) | {"prompt_tokens_total": scored}
+        assert copy["finished"] == ({"length": 1} if usage else {})
+        sums = {name: numbers[-1] for name, numbers in copy["histograms"].items() if numbers[-1]}
+        assert sums == ({"request_prompt_tokens": 60} if usage else {})
+        if usage:
+            report = await usage.report()
+            assert (report["prompt_tokens"], report["generated_tokens"], report["finish_reason"]) == (60, 0, "length")
+            assert report["time_to_first_token_s"] is None
 
 
 async def test_several_choices_cost_their_prompt_once() -> None:

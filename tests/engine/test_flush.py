@@ -87,8 +87,8 @@ async def test_the_end_stores_only_what_changed_since_the_background_did(
 ) -> None:
     monkeypatch.setattr(engine_module, "FLUSH_IDLE_AFTER_S", 0.01)
     with running(kind) as (engine, executor):
-        await ask(engine, 1)
-        await ask(engine, 2)
+        for token in (1, 2, 1, 2):  # the second time they are a conversation
+            await ask(engine, token)
         async with asyncio.timeout(LIMIT_S):
             while sorted(executor.stored) != [1, 2]:  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.01)

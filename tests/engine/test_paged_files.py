@@ -173,7 +173,7 @@ def test_a_prompt_is_loaded_beside_running_sequences() -> None:
 def test_without_files_nothing_is_kept_for_a_later_process() -> None:
     loop = Loop("paged")
     loop.ask(A)
-    assert loop.scheduler.flush_idle() is None
+    assert loop.scheduler.flush_idle(ends=True) is None
     assert isinstance(loop.kv, PagedKV)
     assert not any(link.tokens for link in loop.kv._links.values())
 

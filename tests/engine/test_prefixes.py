@@ -198,9 +198,9 @@ def test_an_idle_flush_leaves_the_conversation_in_its_slot() -> None:
     assert not {Load, Copy} & set(kinds(loop.ops))
 
 
-def test_an_evicted_snapshot_goes_to_a_file() -> None:
-    loop = Disk(snapshot_bytes=60 * 10)
-    first = loop.ask(A)
+def test_an_evicted_snapshot_of_a_conversation_goes_to_a_file() -> None:
+    loop = Disk(snapshot_bytes=70 * 10)
+    first = loop.ask([*loop.ask(A).tokens, 9])
     loop.ask(B)
     assert not loop.files.found
     loop.ask(C)  # the snapshot of B replaces that of A
@@ -253,7 +253,7 @@ def test_a_file_longer_than_the_cache_is_not_read() -> None:
 def test_without_files_a_restart_forgets() -> None:
     loop = Loop()
     loop.ask(A)
-    assert loop.scheduler.flush_idle() is None
+    assert loop.scheduler.flush_idle(ends=True) is None
 
 
 def test_a_snapshot_that_was_not_saved_is_not_used() -> None:

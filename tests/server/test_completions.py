@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import numpy as np
 import openai
 import pytest
@@ -21,6 +23,7 @@ from edgelm.server.api.completions import MAX_ANSWERS, MAX_PROMPTS
 from edgelm.server.api.dialects import parse_request
 from edgelm.server.api.errors import ApiError
 from edgelm.server.api.logprobs import TextOffsets, completion_logprobs
+from edgelm.server.keys import USAGE
 from edgelm.text.encoding import TextEncoder
 from edgelm.text.fim import fim_tokens
 from tests.bare import BareLoop
@@ -153,6 +156,29 @@ async def test_echo_of_ids_and_of_several_choices(edgelm: Served) -> None:
         await create(edgelm, prompt=[10**6], echo=True, max_tokens=0)
     with pytest.raises(openai.BadRequestError, match="vocabulary"):
         await create(edgelm, prompt=[-1], echo=True, max_tokens=0)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])  # lm-eval sends both
+@pytest.mark.parametrize("fields", [{"logprobs": 1}, {"logprobs": 1, "prompt": [FIRST_PIECE]}, {}])
+async def test_the_log_and_the_metrics_count_an_echo_as_its_prompt(
+    edgelm: Served, max_tokens: int, fields: dict[str, Any]
+) -> None:
+    def counted() -> Counter[str]:
+        return Counter(edgelm.loaded.engine.counters.copy()["counts"])
+
+    before = counted()
+    answer = await create(edgelm, echo=True, max_tokens=max_tokens, extra_headers={USAGE: "echo"}, **fields)
+    usage = (await edgelm.client.get("http://edgelm/usage/echo", cast_to=httpx2.Response)).json()
+    num_prompt = answer.usage.prompt_tokens
+    assert (usage["prompt_tokens"], usage["generated_tokens"], usage["finish_reason"]) == (
+        num_prompt,
+        max_tokens,
+        "length",
+    )
+    new = counted() - before
+    ran = max_tokens > 0 or ("logprobs" in fields and num_prompt > 1)
+    assert new["prompt_tokens_total"] == (num_prompt if ran else 0)
+    assert new["generation_tokens_total"] == max_tokens
 
 
 async def test_several_prompts_are_answered_at_the_same_time_and_in_order(edgelm: Served) -> None:

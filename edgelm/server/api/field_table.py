@@ -67,7 +67,6 @@ _SAMPLERS = {
     "length_penalty": Refused("there is no beam search", (1, 1.0)),
     "ignore_eos": Refused("the model decides when it ends", (False,)),
     "min_tokens": Refused("the model decides when it ends", (0,)),
-    "stop_token_ids": Refused("use stop", ([],)),
     "lora": Refused("adapters belong to a model: --lora, or lora in its settings", ([],)),
 }
 

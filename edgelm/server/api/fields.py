@@ -87,6 +87,7 @@ TextOrParts = Annotated[Annotated[str, Tag("str")] | Annotated[list[dict[str, An
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_LEN)]
 Stops = Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)]
 Stop = Annotated[Annotated[StopText, Tag("str")] | Annotated[Stops, Tag("list")], Discriminator(_form)]
+StopTokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=MAX_STOPS)]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 
 
@@ -187,6 +188,7 @@ class SamplingFields(_Values):
     logit_bias: LogitBias | None = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     stop: Stop | None = None
+    stop_token_ids: StopTokens | None = None  # vLLM's field
     draft: DraftChoice | None = None
     speculation: bool | None = None  # the older field; False: no drafts
     repeatable: bool | None = None  # True: the same answer every time, to the letter
@@ -204,6 +206,8 @@ class SamplingFields(_Values):
             values["repeatable"] = True
         if self.seed is not None:
             values["seed"] = self.seed & MAX_SEED  # OpenAI's seeds may be negative
+        if self.stop_token_ids:
+            values["stop_ids"] = frozenset(self.stop_token_ids)
         if self.logit_bias:
             values["logit_bias"] = tuple(_token_bias(*entry) for entry in self.logit_bias.items())
         return values

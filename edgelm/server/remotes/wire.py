@@ -115,6 +115,8 @@ def _sampling(request: AnswerRequest) -> dict[str, Any]:
         body["repeat_penalty"] = body["repetition_penalty"]
     if bias := given.get("logit_bias"):
         body["logit_bias"] = {str(token): value for token, value in bias}
+    if stop_ids := given.get("stop_ids"):
+        body["stop_token_ids"] = sorted(stop_ids)
     if (count := given.get("num_logprobs")) is not None:
         body |= {"logprobs": True, "top_logprobs": count} if request.prompt is None else {"logprobs": count}
     return body

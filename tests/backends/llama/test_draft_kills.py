@@ -28,6 +28,7 @@ from edgelm.base.places import Places
 from edgelm.base.workers.messages import EngineJob
 from edgelm.engine.clock import Measured, StepClock, StepCosts
 from edgelm.engine.core import SamplingParams
+from edgelm.engine.scheduler import Scheduler
 from edgelm.engine.speculation.mtp_drafter import MtpDrafter
 from tests.backends.llama.test_speculation import quantized
 from tests.counts import Count
@@ -42,8 +43,9 @@ QUESTION, ANSWER = 300, 40  # tokens of the first question, which is worth a fil
 
 
 def engine_process(model: Path, folder: Path) -> None:
-    """Answer requests, with the drafts of a model whose rows cost next to nothing."""
+    """Answer requests, with the drafts of a model whose rows cost next to nothing; each pause writes all prefixes."""
     places = Places({f"EDGELM_{name}_DIR": str(folder / name.lower()) for name in ("CONFIG", "DATA", "CACHE")})
+    flush_idle = Scheduler.flush_idle
     costs = StepCosts([Measured(1, 0, 0.010), Measured(64, 0, 0.0163)])
     settings = Settings(threads=1, ctx=CONTEXT, kv="int8", parallel=2)
     with (
@@ -51,6 +53,7 @@ def engine_process(model: Path, folder: Path) -> None:
         patch.object(StepClock, "observe", lambda *_: None),
         patch.object(MtpDrafter, "_step_cost", lambda _: 0.01),
         patch.object(engine_module, "FLUSH_IDLE_AFTER_S", 0.0),
+        patch.object(Scheduler, "flush_idle", lambda scheduler, ends: flush_idle(scheduler, ends=True)),
     ):
         job = EngineJob(model=model, settings=settings, prefixes=folder / "prefixes", drafts=True)
         loaded = build(job, places=places)
