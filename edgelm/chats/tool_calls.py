@@ -65,16 +65,15 @@ def segments(text: str, calls: Sequence[ToolCall]) -> Iterator[tuple[str, tuple[
     yield text[begin:], ()
 
 
-def tool_name(server: str, tool: str, *, distinct: bool = False) -> str:
+def tool_name(server: str, tool: str) -> str:
     """Return the name of a tool for the model: servers may have tools of the same name.
 
-    A `distinct` one is that of no other tool: a.b and a_b have the same characters for a model.
+    One that is too long, or has other characters, ends with a hash: a.b and a_b are two tools.
     """
     name = re.sub(r"[^A-Za-z0-9_-]", "_", f"{server}__{tool}")
-    if len(name) <= 64 and not distinct:
+    if len(name) <= 64 and name.endswith(tool):
         return name
-    whole = f"{server}__{tool}" if distinct else name
-    return f"{name[:55]}_{hashlib.sha256(whole.encode('utf-8', 'replace')).hexdigest()[:8]}"
+    return f"{name[:55]}_{hashlib.sha256(f'{server}__{tool}'.encode('utf-8', 'replace')).hexdigest()[:8]}"
 
 
 def calls_to_text(calls: Sequence[ToolCall]) -> str:

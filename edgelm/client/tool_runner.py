@@ -104,10 +104,7 @@ class ToolRunner:
         show(f"asking {', '.join(names)} for tools" if names else "")
         for name, listing in zip(names, await asyncio.gather(*map(self._list, names)), strict=True):
             for tool in listing.tools:
-                shown = tool_name(name, tool.name)
-                if shown in offer.tools:  # of another spelling: a.b and a_b
-                    shown = tool_name(name, tool.name, distinct=True)
-                offer.tools[shown] = (self.toolbox.connection(name), tool)
+                offer.tools.setdefault(tool_name(name, tool.name), (self.toolbox.connection(name), tool))
         show("")
         return offer
 

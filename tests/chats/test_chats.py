@@ -350,7 +350,7 @@ def test_what_is_attached_stands_before_the_message_in_a_fence_of_its_own() -> N
 
 def test_names_of_tools_fit_every_endpoint() -> None:
     assert tool_name("files", "read_text") == "files__read_text"
-    same = [tool_name("files", name, distinct=True) for name in ("read_text", "read.text", "read/text")]
+    same = [tool_name("files", name) for name in ("read_text", "read.text", "read/text")]
     assert len({*same}) == 3
     assert all(re.fullmatch(r"[\w-]{1,64}", name) for name in same)
     long = [tool_name("a b/c", "x" * 70 + end) for end in "12"]

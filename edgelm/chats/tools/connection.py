@@ -29,6 +29,7 @@ STUCK_S = 2.0  # for the list of a server whose last call did not end; then it i
 MAX_PAGES = 50
 CLOSE_S = 8.0
 NOT_FOUND = 404
+BEGUN_ANEW = "the server has started again, and the next call begins a new session"
 REFUSALS = {  # by the status of HTTP
     401: "it refuses us (HTTP 401): give its key as `headers` in its table of config.toml",
     403: "it refuses us (HTTP 403): see `headers` in its table of config.toml",
@@ -81,10 +82,11 @@ class Connection:
         self.listing = make_listing(self.server, tools)
         return self.listing
 
-    async def call(
-        self, tool: str, arguments: Mapping[str, Any], max_chars: int = MAX_CHARS, *, again: bool = True
-    ) -> Result:
-        """Call a tool. What fails is a result, too: the model may do something else."""
+    async def call(self, tool: str, arguments: Mapping[str, Any], max_chars: int = MAX_CHARS) -> Result:
+        """Call a tool. What fails is a result, too: the model may do something else.
+
+        Nothing is called twice, not even where a session ended: whether it has run, and as the same tool, is not known.
+        """
         try:
             client = await self._connected()
             from mcp.types import CallToolRequest, CallToolRequestParams, CallToolResult
@@ -100,11 +102,8 @@ class Connection:
             raise
         except ToolError as error:
             self._maybe_stuck = error.silent
-            if error.broken or self._has_lost:
-                self._leave.set()
-            if again and self._has_lost:  # then nothing has run
-                return await self.call(tool, arguments, max_chars, again=False)
-            return Result(str(error), failed=True)
+            self._leave_if_broken(error)
+            return Result(f"{error}; {BEGUN_ANEW}" if self._has_lost else str(error), failed=True)
         return Result(result_text(result.content, result.structured_content, max_chars), failed=result.is_error)
 
     async def list_offers(self) -> tuple[Offer, ...]:
@@ -113,12 +112,16 @@ class Connection:
         can = client.server_capabilities
         prompts: list[Any] = []
         resources: list[Any] = []
-        with self._explained(LIST_S):
-            async with asyncio.timeout(LIST_S):
-                if can.prompts is not None:
-                    prompts = await _pages(client.list_prompts, "prompts")
-                if can.resources is not None:
-                    resources = await _pages(client.list_resources, "resources")
+        try:
+            with self._explained(LIST_S):
+                async with asyncio.timeout(LIST_S):
+                    if can.prompts is not None:
+                        prompts = await _pages(client.list_prompts, "prompts")
+                    if can.resources is not None:
+                        resources = await _pages(client.list_resources, "resources")
+        except ToolError as error:
+            self._leave_if_broken(error)
+            raise
         self.offers = make_offers(prompts, resources)
         return self.offers
 
@@ -126,13 +129,17 @@ class Connection:
         """Return the text of a prompt or resource. Raises ToolError."""
         client = await self._connected()
         seconds = self.server.timeout_s
-        with self._explained(seconds):
-            async with asyncio.timeout(seconds):
-                if offer.kind == "prompt":
-                    messages = (await client.get_prompt(offer.own_name, dict(arguments))).messages
-                    return result_text([message.content for message in messages], None, MAX_CHARS)
-                contents = (await client.read_resource(offer.own_name)).contents
-                return contents_text(contents, MAX_CHARS)
+        try:
+            with self._explained(seconds):
+                async with asyncio.timeout(seconds):
+                    if offer.kind == "prompt":
+                        messages = (await client.get_prompt(offer.own_name, dict(arguments))).messages
+                        return result_text([message.content for message in messages], None, MAX_CHARS)
+                    contents = (await client.read_resource(offer.own_name)).contents
+                    return contents_text(contents, MAX_CHARS)
+        except ToolError as error:
+            self._leave_if_broken(error)
+            raise
 
     async def close(self) -> None:
         """End the server."""
@@ -216,6 +223,11 @@ class Connection:
         finally:
             for wait in waits:
                 wait.cancel()
+
+    def _leave_if_broken(self, error: ToolError) -> None:
+        """Let the next use connect anew where this connection is of no use any more."""
+        if error.broken or self._has_lost:
+            self._leave.set()
 
     def _note_status(self, status: int, of_session: bool) -> None:
         self._status = status
