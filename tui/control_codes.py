@@ -8,10 +8,9 @@ from __future__ import annotations
 import re
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
-# Colours and the like (CSI), links and titles (OSC), and a choice of characters: whole ones only.
-_SEQUENCE = re.compile(
-    "(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\\]|\x9d)[^\x07\x1b\x9c\r\n]*(?:\x07|\x1b\\\\|\x9c)|\x1b[()][0-2AB]"
-)
+# Colours and the like (CSI), links and titles (OSC), and a choice of characters: whole ones only, that begin with ESC.
+# Their forms of one character (\x9b) also stand in texts that were read in a wrong encoding.
+_SEQUENCE = re.compile("\x1b(?:\\[[0-?]*[ -/]*[@-~]|\\][^\x07\x1b\r\n]*(?:\x07|\x1b\\\\)|[()][0-2AB])")
 
 
 def without_controls(text: str) -> str:

@@ -121,7 +121,8 @@ PASTES = (
     ("a\x1b\x1b[A\rb", "a�\nb"),
     ("\x1bOA\x1b[M###\x1b", "�OA###�"),
     ("a\x1b[201\rb\x1b[2", "a�[201\nb�[2"),
-    ("a\x1b[200~b\x9b201~\r\x8fA\x08\x7f\x03", "ab\n�A���"),
+    ("a\x1b[200~b\x9b201~\r\x8fA\x08\x7f\x03", "ab�201~\n�A���"),
+    ("mÄ\x9bsto â\x80\x9dnoâ\x80\x9d", "mÄ�sto â��noâ��"),  # UTF-8 read as Latin-1
     ("tab\there\r\nline\x0c\x85", "tab\there\nline��"),
 )
 
