@@ -15,12 +15,13 @@ from edgelm.checkpoints.json_scan import read_json
 from edgelm.checkpoints.values import is_number
 
 GENERATION = "generation_config.json"
-GGUF_KEYS = {  # llama.cpp has more, such as those of XTC and mirostat, which are not sampled here
+# llama.cpp has more, such as those of XTC and mirostat, which are not sampled here. A penalty for repetition is not
+# taken: it makes each token dearer, ends the step ahead of all answers of a batch, and no setting takes it back.
+GGUF_KEYS = {
     "temperature": "general.sampling.temp",
     "top_k": "general.sampling.top_k",
     "top_p": "general.sampling.top_p",
     "min_p": "general.sampling.min_p",
-    "repetition_penalty": "general.sampling.penalty_repeat",
 }
 DIGITS = 6  # of a float32: 0.95 is stored as 0.949999988
 

@@ -71,7 +71,6 @@ class Served:
             "prompt": random.choices(range(self.num_vocab), k=max(test.prompt, 1)),
             "max_tokens": test.decode + 1 if test.decode else 1,
             "temperature": 0,
-            "repetition_penalty": 1,  # the model's file may recommend another
             "logit_bias": {str(token): FORBIDDEN for token in self.stop_ids},
             "speculation": False,
             "stream": True,

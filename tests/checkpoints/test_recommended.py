@@ -12,7 +12,7 @@ from gguf import GGUFWriter
 from edgelm.checkpoints.gguf import open_gguf
 from edgelm.checkpoints.recommended import folder_sampling, gguf_sampling
 
-GIVEN = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.05}
+GIVEN = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.01}
 
 
 def test_the_keys_of_a_gguf(tmp_path: Path) -> None:
@@ -53,8 +53,8 @@ def test_no_limit_of_the_likeliest_tokens_is_off(value: float) -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        {"temperature": -0.1, "top_k": -2, "top_p": 0, "min_p": 1.0, "repetition_penalty": 0},
-        {"temperature": 1e30, "top_k": 2**31, "top_p": 1.01, "min_p": -1, "repetition_penalty": 1e9},
+        {"temperature": -0.1, "top_k": -2, "top_p": 0, "min_p": 1.0},
+        {"temperature": 1e30, "top_k": 2**31, "top_p": 1.01, "min_p": -1},
         dict.fromkeys(GIVEN, float("nan")),
         dict.fromkeys(GIVEN, float("inf")),
         dict.fromkeys(GIVEN, True),
