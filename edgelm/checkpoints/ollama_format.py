@@ -30,9 +30,9 @@ M_ROPE_SECTIONS = 4  # Ollama's files have 3, or none
 
 
 def is_ollamas_own(gguf: GGUF) -> bool:
-    """Tell whether a file of a model was made for Ollama's own engine. Raises ModelError without an architecture."""
-    architecture = gguf.architecture
-    if architecture == "clip":  # the part that sees, in its own file
+    """Tell whether a file of a model was made for Ollama's own engine."""
+    architecture = gguf.metadata.get("general.architecture")
+    if not isinstance(architecture, str) or architecture == "clip":  # the part that sees, in its own file
         return False
     if architecture in RENAMED and architecture not in KNOWN:
         return True
