@@ -289,6 +289,7 @@ class ChatPane(Vertical):
     def begin_edit(self, message: Message) -> None:
         """Put a message into the prompt; sending it makes a new version beside the old one."""
         self._edit(message, as_typed(message.text), [Item(file.path, file) for file in message.attachments])
+        self.prompt.focus()
 
     def _edit(self, message: Message, text: str, items: Sequence[Item]) -> None:
         if self.editing is None:
@@ -300,7 +301,6 @@ class ChatPane(Vertical):
         self.prompt.put(text)
         self.prompt.add_class("-editing")
         self.prompt.border_title = "Edit: Enter sends it as a new branch"
-        self.prompt.focus()
         self.prompt.refresh_bindings()  # the status line shows its hints
 
     def _leave_shell(self) -> None:
