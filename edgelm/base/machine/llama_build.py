@@ -128,7 +128,8 @@ def _uv_command(prefix: Path, requirement: str) -> str:
     own, new = parts.pop("edgelm", "edgelm"), _name(requirement)
     if new == "edgelm":
         extras = sorted({*_extras(own), *_extras(requirement)})
-        own = f"edgelm[{','.join(extras)}]"
+        release = re.sub(r"^edgelm(\[.*?\])?", "", own)
+        own = f"edgelm[{','.join(extras)}]{release}"
     else:
         parts[new] = requirement
     return f"type: uv tool install {shlex.quote(own)}" + "".join(

@@ -268,7 +268,8 @@ def _messages(items: Sequence[dict[str, Any]], shown_names: Mapping[tuple[str, s
 
 def _agent_message(item: dict[str, Any], where: str) -> str | list[dict[str, Any]]:
     """Return the content of an agent's message, behind a line that says whose it is."""
-    parts = item.get("content")
+    content = item.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     ends = [f"{word} {name}" for word in ("author", "recipient") if isinstance(name := item.get(word), str) and name]
     heading = f"Message of another agent ({', '.join(ends)}):" if ends else "Message of another agent:"
     return _text([{"type": "text", "text": heading + "\n"}, *(parts if isinstance(parts, list) else ())], where)

@@ -189,7 +189,7 @@ entrypoints = [{ name = "edgelm", install-path = "/home/me/.local/bin/edgelm" }]
             "uv tool install 'edgelm[cuda]>=0.6' --with ziglang --with torch --with edgelm-llama-cuda",
         ),
         (RECEIPT, "torch==2.10.*", "uv tool install 'edgelm[cuda]>=0.6' --with ziglang --with 'torch==2.10.*'"),
-        (RECEIPT, "edgelm[vulkan]", "uv tool install 'edgelm[cuda,vulkan]' --with ziglang --with torch"),
+        (RECEIPT, "edgelm[vulkan]", "uv tool install 'edgelm[cuda,vulkan]>=0.6' --with ziglang --with torch"),
         ('[tool]\nrequirements = [{ name = "edgelm" }]', "edgelm[cuda]", "uv tool install 'edgelm[cuda]'"),
         ('[tool]\nrequirements = [{ name = "edgelm" }]', "ziglang", "uv tool install edgelm --with ziglang"),
         ('[tool]\nrequirements = [{ name = "edgelm", directory = "/src" }]', "ziglang", ""),

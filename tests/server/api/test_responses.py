@@ -151,6 +151,8 @@ def test_messages_of_other_agents_are_read() -> None:
     assert words.startswith("Message of another agent (author /root/tests, recipient /root):\nAll tests pass")
     assert "gAAAA" not in words, "only its provider can read it"
     assert last == user("go on")
+    (plain,) = messages(item | {"content": "In short"})
+    assert plain["content"][-1]["text"] == "In short"
     assert messages({"type": "context_compaction", "encrypted_content": "x"}, user("q")) == [user("q")]
 
 
