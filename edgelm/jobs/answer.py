@@ -138,7 +138,9 @@ class Answerer:
                 async for delta in deltas:
                     if delta.reason:
                         stats = replace(delta.stats, completion_tokens=0) if delta.stats else None
-                        yield AnswerDelta((), reason="length", stats=stats, notes=delta.notes)
+                        end = AnswerDelta((), reason="length", stats=stats, notes=delta.notes)
+                        for choice in range(prepared.request.num_choices):
+                            yield replace(end, choice=choice)
         elif prepared.request.num_choices == 1:
             async with aclosing(self._choice(prepared, 0)) as deltas:
                 async for delta in deltas:

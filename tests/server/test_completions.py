@@ -181,6 +181,25 @@ async def test_the_log_and_the_metrics_count_an_echo_as_its_prompt(
     assert new["generation_tokens_total"] == max_tokens
 
 
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
+async def test_without_a_token_each_choice_ends_all_the_same(edgelm: Served, prompt: Any) -> None:
+    fields: dict[str, Any] = {"prompt": prompt, "max_tokens": 0, "n": 2}
+    whole = await create(edgelm, **fields)
+    num_choices = 4 if isinstance(prompt, list) else 2
+    assert [(choice.index, choice.text, choice.finish_reason) for choice in whole.choices] == [
+        (index, "", "length") for index in range(num_choices)
+    ]
+    assert whole.usage.completion_tokens == 0
+    assert whole.usage.prompt_tokens == (await create(edgelm, **fields | {"n": 1})).usage.prompt_tokens
+    ends = [
+        (choice.index, choice.finish_reason)
+        async for chunk in await create(edgelm, **fields, stream=True)
+        for choice in chunk.choices
+        if choice.finish_reason
+    ]
+    assert sorted(ends) == [(index, "length") for index in range(num_choices)]
+
+
 async def test_several_prompts_are_answered_at_the_same_time_and_in_order(edgelm: Served) -> None:
     prompts = ["the little girl", "a big dog", "he said"]
     alone = [(await create(edgelm, prompt=prompt)).choices[0].text for prompt in prompts]
