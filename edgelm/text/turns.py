@@ -48,9 +48,11 @@ def is_empty_answer(message: Message) -> bool:
 
 def _is_missing(other: str, before: Sequence[Message], message: Message, last: str, habits: Habits) -> bool:
     """Whether a text of the other side must stand before a message: the template shows a short chat only with it."""
+    begin: tuple[str, ...]
+    end: tuple[str, ...]
     if message["role"] == "user":
         begin = ("user", "call", "tool") if before[-1]["role"] == "tool" else ("user", "call")
-        end: tuple[str, ...] = ("user",)
+        end = ("user",)
     else:
         begin = ("user", "assistant") if last else ()
         end = ("call", "tool", "assistant", "user") if message.get("tool_calls") else ("assistant", "user")

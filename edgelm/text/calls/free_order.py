@@ -29,35 +29,30 @@ def listed(lark: Lark, items: Mapping[str, str], required: Collection[str], comm
     if named and all(key in required for key in named):
         in_order = f" {between} ".join(named.values())
         return lark.anonymous(f"{in_order} ({between} {extra})*" if extra else in_order)
-    first = lark.anonymous(f"({extra} ({between} {extra})*)?" if extra else '""')
-    later = lark.anonymous(f"({between} {extra})*" if extra else '""')
+    first = lark.anonymous(f"({extra} ({between} {extra})*)?") if extra else '""'
+    later = lark.anonymous(f"({between} {extra})*") if extra else ""
     for start in reversed(range(0, len(named), _MAX_FREE)):
         keys = sorted([*named][start : start + _MAX_FREE], key=lambda key: key not in required)
         num_required = sum(key in required for key in keys)
-        first, later = _group(lark, [named[key] for key in keys], num_required, between, extra, (first, later))
-    return first if comma else later
+        group = _group(lark, [named[key] for key in keys], num_required, between, extra)
+        if between:  # the first item of all has no comma before it
+            ways = [f"{item} {group}::{1 << bit:#x} {later}" for bit, item in enumerate(named[key] for key in keys)]
+            ways += [f"{extra} {group}::0 {later}"] if extra else []
+            first = lark.anonymous(" | ".join(ways if num_required else [*ways, first]))
+        later = f"{group}::0 {later}"
+    return first if between else later
 
 
-def _group(
-    lark: Lark, items: Sequence[str], num_required: int, between: str, extra: str, end: tuple[str, str]
-) -> tuple[str, str]:
-    """Return the expressions of items in any order, the first ones of them required, and of what follows them.
+def _group(lark: Lark, items: Sequence[str], num_required: int, between: str, extra: str) -> str:
+    """Return a rule of items in any order, the first ones of them required; its parameter has those that have come.
 
-    One is without a comma before the first item, the other with it; `end` are both for what follows.
+    What follows is no part of the rule: llguidance would judge with this parameter whether the next group may be empty.
     """
-    # The bits of the rule's parameter are the items that have come. What follows is no part of the rule: llguidance
-    # would judge with this parameter whether the next group may be empty.
-    done = f" %if is_ones([0:{num_required}])" if num_required else ""
     ways = [f"{between} {item} SELF::set_bit({bit}) %if bit_clear({bit})" for bit, item in enumerate(items)]
     if extra:
         ways.append(f"{between} {extra} SELF::_")
-    name = lark.parametric(" | ".join([*ways, f'""{done}']))
-    firsts = [f"{item} {name}::{1 << bit:#x} {end[1]}" for bit, item in enumerate(items)]
-    if extra:
-        firsts.append(f"{extra} {name}::0 {end[1]}")
-    if not num_required:
-        firsts.append(end[0])
-    return lark.anonymous(" | ".join(firsts)), lark.anonymous(f"{name}::0 {end[1]}")
+    done = f" %if is_ones([0:{num_required}])" if num_required else ""
+    return lark.parametric(" | ".join([*ways, f'""{done}']))
 
 
 def repeated(item: str, schema: Mapping[str, Any], comma: str) -> str:

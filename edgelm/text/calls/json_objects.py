@@ -18,7 +18,7 @@ from edgelm.text.calls.free_order import listed, repeated
 from edgelm.text.calls.lark import Lark, escaped, json_rule
 
 _WHOLE = "whole"  # the name of the whole schema, for references into it
-_NOTES = frozenset(("$comment", "default", "description", "examples", "title"))  # without them, more parts are equal
+_NOTES = frozenset(("$comment", "default", "description", "examples", "title"))
 _KEY = r'"([^"\\\x00-\x1F\x7F]|\\(["\\\/bfnrt]|u[a-fA-F0-9]{4}))*"'
 _MAX_GROWTH = 2  # of the text of a schema
 _MAX_STYLE = 4096  # characters that the options of its parts may add
@@ -85,9 +85,6 @@ class _Parts:
         return sum(map(self.len_of, properties_of(schema)[0].values()))
 
     def _leaf(self, schema: Any) -> str:
-        """Return the rule of a value, without notes: so more of them are the same rule."""
-        if isinstance(schema, Mapping):
-            schema = {key: value for key, value in schema.items() if key not in _NOTES}
         return json_rule(with_shared(schema, self._root))
 
 
@@ -108,10 +105,14 @@ def is_open(schema: Mapping[str, Any]) -> bool:
 
 
 def with_shared(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part of a schema with what it may refer to: definitions, or the whole schema, one level down."""
+    """Return a part of a schema with what it may refer to: definitions, or the whole schema, one level down.
+
+    It is without its notes: so more parts have the same rule.
+    """
     shared = {"x-guidance": root["x-guidance"]} if "x-guidance" in root else {}
     if not isinstance(schema, Mapping):
         return shared
+    schema = {key: value for key, value in schema.items() if key not in _NOTES}
     if '"$ref": "#' not in json.dumps(schema):
         return {**shared, **schema}
     definitions = _definitions(schema, root)

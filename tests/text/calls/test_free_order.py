@@ -147,3 +147,14 @@ def test_a_long_definition_is_not_copied_to_each_argument() -> None:
         )
         assert constraint is not None
         assert len(constraint.source) < 3 * len(json.dumps(parameters))
+
+
+def test_arguments_of_one_type_share_a_rule_whatever_their_descriptions() -> None:
+    for form in (GENERIC, next(form for form in FORMS if form.body == "tagged")):
+        sizes = []
+        for note in ("", "In words. " * 40):
+            properties = {f"key_{number}": {"type": "integer", "description": f"{number}{note}"} for number in range(9)}
+            constraint = answer_grammar(form, [tool("find", properties, [])])
+            assert constraint is not None
+            sizes.append(len(constraint.source))
+        assert sizes[0] == sizes[1]
