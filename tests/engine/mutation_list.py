@@ -501,7 +501,7 @@ MUTATIONS = [
             "pass",
         ),
         ("the queue ends with the last step", "if not request.started:", "if True:"),
-        ("the first token is the last", "        if request.first:\n", "        if False:\n"),
+        ("the first token is the last", "        elif request.first:\n", "        elif False:\n"),
         ("a bug leaves all waiting", "            self._fail_open()\n\n    def", "            pass\n\n    def"),
         ("closing leaves the memory", "        self._executor.close()\n"),
         (
