@@ -174,6 +174,8 @@ MUTATIONS = [
         ),
         ("one waits for what is no gain", "common >= match.length + WORTH_WAITING_LEN:", "True:"),
         ("what memory has no room for is lost", "            self._keep(other, EVICTED_SHARE)\n", ""),
+        ("a running answer waits for the disk", "not self._store.prefetch(source.name)", "False"),
+        ("an editor waits for a file", "if others_run and not seq.interactive and", "if others_run and"),
         ("each flush writes all again", "        snapshot.stored = True\n        self._writes", "        self._writes"),
         ("a pause writes all", "grown = None if ends else GROWN_SHARE", "grown = None"),
         ("a prompt is a conversation", "            snapshot.went_on and ", "            "),
