@@ -25,6 +25,7 @@ import struct
 import time
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,23 +115,26 @@ class SnapshotFolder:
                 self._files = files
         return self._files
 
-    def read(self, name: str) -> NDArray[np.uint8] | None:
-        """Return a file's state and mark the file as used; None: it cannot be read. A damaged file is deleted."""
-        path = self.path / name
+    def load(self, name: str, loaded: Future[NDArray[np.uint8]]) -> None:
+        """Load a file's state, for `read`. For any thread."""
         try:
-            with path.open("rb") as file:
-                head = _Head.read(file.read(_HEAD.size))
-                head.check_size(file.fileno())  # before memory is taken for what a damaged length says
-                file.seek(head.state_at)
-                state = new_memory(head.num_bytes)
-                if file.readinto(state.data) != head.num_bytes or zlib.crc32(state.data) != head.state_crc:
-                    raise _DamagedError("its state is damaged")
-            os.utime(path)
-            return state
+            loaded.set_result(self._load(name))
+        except (_DamagedError, OSError, MemoryError) as error:
+            loaded.set_exception(error)
+        finally:
+            loaded.cancel()  # only if it has no result: nobody waits for ever for a thread that a bug ended
+
+    def read(self, name: str, loaded: Future[NDArray[np.uint8]] | None = None) -> NDArray[np.uint8] | None:
+        """Return a file's state, which another thread may have `loaded`; None: it cannot be read.
+
+        A damaged file is deleted.
+        """
+        try:
+            return loaded.result() if loaded else self._load(name)
         except _DamagedError as error:
             self.delete(name, str(error))
         except (OSError, MemoryError) as error:
-            log.info("%s cannot be read: %s", path, error)
+            log.info("%s cannot be read: %s", self.path / name, error)
             self._forget(name)
         return None
 
@@ -197,6 +201,19 @@ class SnapshotFolder:
         self._make_room(0)
 
     # --------------------------------------------------------------------------------------------------------------
+
+    def _load(self, name: str) -> NDArray[np.uint8]:
+        """Return a file's state and mark the file as used."""
+        path = self.path / name
+        with path.open("rb") as file:
+            head = _Head.read(file.read(_HEAD.size))
+            head.check_size(file.fileno())  # before memory is taken for what a damaged length says
+            file.seek(head.state_at)
+            state = new_memory(head.num_bytes)
+            if file.readinto(state.data) != head.num_bytes or zlib.crc32(state.data) != head.state_crc:
+                raise _DamagedError("its state is damaged")
+        os.utime(path)
+        return state
 
     def _note_progress(self) -> None:
         self.num_pieces += 1

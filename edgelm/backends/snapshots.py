@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,10 +40,10 @@ class _Job:
 
 
 class SnapshotStore:
-    """The `Snapshots` of one executor. All methods run on the engine's thread; only files are written on another.
+    """The `Snapshots` of one executor. All methods run on the engine's thread; files are read and written on others.
 
     Snapshots take at most `limit_bytes` of RAM. States that were dropped while they wait for the disk, or were read to
-    be loaded in the same step, come on top: one of each, or as many as fit in a quarter more.
+    be loaded in a step, come on top: one of each, or as many as fit in a quarter more.
     """
 
     def __init__(self, limit_bytes: int, folder: SnapshotFolder | None = None) -> None:
@@ -53,6 +54,7 @@ class SnapshotStore:
         self.divisible = True  # set by the executor: whether a longer state serves every prefix that a shorter one does
         self._states: dict[int, State] = {}
         self._fetched: dict[int, str] = {}  # key of a state that was read: its file
+        self._prefetched: tuple[str, Future[State]] | None = None  # a file that another thread reads, or has read
         self._changed = threading.Condition()  # guards the next three
         self._jobs: dict[int, _Job] = {}  # by key, in the order in which they are written
         self._writing: int | None = None  # the key of the one that is being written
@@ -119,6 +121,7 @@ class SnapshotStore:
             self._changed.notify_all()
         self._states.clear()
         self._fetched.clear()
+        self._prefetched = None
         self.num_bytes = 0
 
     # -- for the bookkeeper ----------------------------------------------------------------------------------------
@@ -130,8 +133,22 @@ class SnapshotStore:
     def files(self) -> tuple[StoredPrefix, ...]:
         return self._folder.files() if self._folder else ()
 
+    def prefetch(self, name: str) -> bool:
+        assert self._folder
+        if self._prefetched is None or self._prefetched[0] != name:
+            loaded: Future[State] = Future()
+            self._prefetched = name, loaded
+            threading.Thread(target=self._folder.load, args=(name, loaded), name="snapshot", daemon=True).start()
+        return self._prefetched[1].done()
+
+    def drop_prefetched(self) -> None:
+        self._prefetched = None
+
     def fetch(self, name: str, key: int) -> bool:
-        state = self._folder.read(name) if self._folder else None
+        loaded = None
+        if self._prefetched and self._prefetched[0] == name:
+            (_, loaded), self._prefetched = self._prefetched, None
+        state = self._folder.read(name, loaded) if self._folder else None
         if state is None:
             return False
         self._states[key] = state

@@ -384,6 +384,12 @@ class Snapshots(Protocol):
     def files(self) -> tuple[StoredPrefix, ...]:
         """Return the snapshots in files: the same object as last time, if nothing changed."""
 
+    def prefetch(self, name: str) -> bool:
+        """Begin to read a file in the background, in place of another one; True: now `fetch` does not wait for it."""
+
+    def drop_prefetched(self) -> None:
+        """Forget a file that `prefetch` read: nobody fetches it."""
+
     def fetch(self, name: str, key: int) -> bool:
         """Read a file into memory under a new key; False: it is damaged or missing, and no longer one of `files`."""
 

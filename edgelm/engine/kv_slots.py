@@ -257,6 +257,7 @@ class SlotKV:
     def flush_idle(self, ends: bool) -> None:
         if self._store is None or not self._store.keeps_files:
             return
+        self._store.drop_prefetched()  # its request was cancelled
         self._measure()
         grown = None if ends else GROWN_SHARE
         idle = self._idle()
@@ -280,7 +281,11 @@ class SlotKV:
     # -- reusable prefixes -----------------------------------------------------------------------------------------
 
     def _choose(self, seq: Sequence, tokens: Tokens) -> _Match | None:
-        """Return the longest available prefix that there is room for; None: there is no room for the sequence."""
+        """Return the longest available prefix that there is room for; None: the sequence has to wait.
+
+        There is no room for it, or a file is being read while others run. One of an editor is read at once.
+        """
+        others_run = any(slot.seq for slot in self._slots)
         while True:
             match = self._best_match(seq, tokens)
             if not self._has_room(seq, match):
@@ -289,6 +294,8 @@ class SlotKV:
             if not isinstance(source, StoredPrefix):
                 return match
             assert self._store
+            if others_run and not seq.interactive and not self._store.prefetch(source.name):
+                return None
             key = next(self._keys)
             if self._store.fetch(source.name, key):
                 return _Match(match.length, self._fetched(key, source))

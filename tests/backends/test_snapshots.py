@@ -457,6 +457,70 @@ def test_all_that_memory_holds_is_written(tmp_path: Path, monkeypatch: pytest.Mo
     store.close()
 
 
+def until_read(store: SnapshotStore, name: str) -> None:
+    deadline = time.monotonic() + 30
+    while not store.prefetch(name):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_file_is_read_on_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = folder(tmp_path)
+    for seed in (1, 2):
+        files.write(tokens_of(seed), "", state_of(seed))
+    store, may_read, load = SnapshotStore(10**6, files), threading.Event(), files._load
+
+    def slow(name: str) -> np.ndarray:
+        assert threading.current_thread() is not threading.main_thread()
+        assert may_read.wait(30)
+        return load(name)
+
+    monkeypatch.setattr(files, "_load", slow)
+    (one,) = (file.name for file in files.files() if file.tokens[0] == tokens_of(1)[0])
+    assert not store.prefetch(one)
+    assert not store.prefetch(one)
+    may_read.set()
+    until_read(store, one)
+    assert store.fetch(one, 7)
+    np.testing.assert_array_equal(store.get(7), state_of(1))
+    store.close()
+
+
+def test_what_nobody_fetches_makes_way_for_another_file(tmp_path: Path) -> None:
+    files = folder(tmp_path)
+    for seed in (1, 2):
+        files.write(tokens_of(seed), "", state_of(seed))
+    store = SnapshotStore(10**6, files)
+    names = {int(file.tokens[0]): file.name for file in files.files()}
+    one, two = (names[int(tokens_of(seed)[0])] for seed in (1, 2))
+    until_read(store, one)
+    assert store.fetch(two, 1), "it is read at once beside the other"
+    until_read(store, two)
+    store.drop_prefetched()
+    until_read(store, one)
+    assert store.fetch(one, 2)
+    np.testing.assert_array_equal(store.get(1), state_of(2))
+    np.testing.assert_array_equal(store.get(2), state_of(1))
+    store.close()
+
+
+@pytest.mark.parametrize("damage", ["damaged", "missing"])
+def test_a_bad_file_that_another_thread_read_is_known_as_one(tmp_path: Path, damage: str) -> None:
+    files = folder(tmp_path)
+    files.write(tokens_of(1), "", state_of(1))
+    store, (path,) = SnapshotStore(10**6, files), paths(tmp_path)
+    assert len(files.files()) == 1
+    if damage == "damaged":
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    else:
+        path.unlink()
+    until_read(store, path.name)
+    assert not store.fetch(path.name, 1)
+    assert files.files() == ()
+    assert not path.exists()
+    store.close()
+
+
 def test_a_snapshot_that_cannot_be_loaded_takes_its_file_with_it(tmp_path: Path) -> None:
     folder(tmp_path).write(tokens_of(1), "", state_of(1))
     store = SnapshotStore(10_000, folder(tmp_path))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal, NoReturn, Protocol
@@ -258,6 +259,9 @@ class FakeSnapshots:
         self._fetched: set[int] = set()
         self.keeps_files = files is not None
         self.snapshots: dict[int, list[int]] = {}
+        self.read_steps = 0  # how many steps it takes to read a file
+        self.num_waits = 0  # for a file that was not read yet
+        self._num_asked: Counter[str] = Counter()  # how often for each file
 
     def save(self, key: int, entries: list[int]) -> None:
         assert key not in self.snapshots
@@ -286,6 +290,16 @@ class FakeSnapshots:
 
     def files(self) -> tuple[StoredPrefix, ...]:
         return self._files.found if self._files else ()
+
+    def prefetch(self, name: str) -> bool:
+        assert name in {file.name for file in self.files()}
+        self._num_asked[name] += 1
+        is_read = self._num_asked[name] > self.read_steps
+        self.num_waits += not is_read
+        return is_read
+
+    def drop_prefetched(self) -> None:
+        self._num_asked.clear()
 
     def fetch(self, name: str, key: int) -> bool:
         assert self._files

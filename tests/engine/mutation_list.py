@@ -174,6 +174,8 @@ MUTATIONS = [
         ),
         ("one waits for what is no gain", "common >= match.length + WORTH_WAITING_LEN:", "True:"),
         ("what memory has no room for is lost", "            self._keep(other, EVICTED_SHARE)\n", ""),
+        ("a running answer waits for the disk", "not self._store.prefetch(source.name)", "False"),
+        ("an editor waits for a file", "if others_run and not seq.interactive and", "if others_run and"),
         ("each flush writes all again", "        snapshot.stored = True\n        self._writes", "        self._writes"),
         ("a pause writes all", "grown = None if ends else GROWN_SHARE", "grown = None"),
         ("a prompt is a conversation", "            snapshot.went_on and ", "            "),
@@ -501,7 +503,7 @@ MUTATIONS = [
             "pass",
         ),
         ("the queue ends with the last step", "if not request.started:", "if True:"),
-        ("the first token is the last", "        if request.first:\n", "        if False:\n"),
+        ("the first token is the last", "        elif request.first:\n", "        elif False:\n"),
         ("a bug leaves all waiting", "            self._fail_open()\n\n    def", "            pass\n\n    def"),
         ("closing leaves the memory", "        self._executor.close()\n"),
         (

@@ -82,6 +82,7 @@ class Simulation:
         if self.kind == "slots":
             size = workload.snapshot_bytes
             self.memory = memory = SlotMemory(facts, size, self.files, workload.refused_saves)
+            memory.read_steps = workload.seed % 4
             self.kv = SlotKV(facts, size, memory, min_stored_len=32)
         else:
             self.memory = blocks = PagedMemory(facts, workload.block_len, self.files, workload.refused_saves)

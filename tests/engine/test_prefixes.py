@@ -208,6 +208,57 @@ def test_an_evicted_snapshot_of_a_conversation_goes_to_a_file() -> None:
     assert loop.ask([*first.tokens, 7]).cached == len(first.tokens) - 1
 
 
+def test_others_run_on_while_a_file_is_read() -> None:
+    loop = Disk()
+    first = loop.ask(A)
+    loop.restart()
+    loop.memory.read_steps = 3
+    running = loop.add(B, max_tokens=20)
+    loop.step()
+    waiting = loop.add([*first.tokens, 7])
+    for _ in range(3):
+        loop.step()
+        assert loop.scheduler.running == [running]
+    loop.step()
+    assert loop.scheduler.running == [running, waiting]
+    assert waiting.cached == len(first.tokens) - 1
+    assert (running.completion_len, loop.files.num_fetched) == (5, 1)
+    loop.finish()
+
+
+@pytest.mark.parametrize("interactive", [False, True])
+def test_a_file_is_read_at_once_where_nothing_else_runs_or_for_an_editor(interactive: bool) -> None:
+    loop = Disk()
+    first = loop.ask(A)
+    loop.restart()
+    loop.memory.read_steps = 10**9
+    if interactive:
+        loop.add(B, max_tokens=20)
+        loop.step()
+    seq = loop.add([*first.tokens, 7], interactive=interactive)
+    loop.step()
+    assert seq.cached == len(first.tokens) - 1
+    loop.finish()
+
+
+def test_a_request_whose_file_is_read_may_leave() -> None:
+    loop = Disk()
+    first = loop.ask(A)
+    loop.restart()
+    loop.memory.read_steps = 10**9
+    loop.add(B, max_tokens=20)
+    loop.step()
+    leaving = loop.add([*first.tokens, 7])
+    loop.step()
+    behind = loop.add(C)
+    loop.step()
+    assert behind.cached is None
+    loop.scheduler.abort(leaving.id)
+    loop.step()
+    assert behind.cached == 0
+    loop.finish()
+
+
 def test_a_damaged_file_is_deleted_and_computed_again() -> None:
     loop = Disk()
     first = loop.ask(A)
@@ -333,6 +384,38 @@ def test_random_conversations_answer_as_without_a_cache() -> None:
                 chats.append(loop.ask(prompt, max_tokens=rng.randint(1, 20)))
         fetched += loop.files.num_fetched
     assert fetched >= CONVERSATIONS // 5
+
+
+def test_random_conversations_at_the_same_time_wait_for_their_files() -> None:
+    """After each restart several go on at once, beside others; some leave, and some files are damaged."""
+    rng = random.Random(seed := fresh_seed())
+    print("seed", seed)
+    fetched = waited = 0
+    for _ in range(CONVERSATIONS):
+        can_trim, keeps_all = rng.random() < 0.7, rng.random() < 0.7
+        facts = {"can_trim": can_trim, "keeps_all": keeps_all, "capacity": rng.choice([256, 400, 1024])}
+        loop = Disk(snapshot_bytes=10 * rng.choice([0, 200, 10_000]), **facts)
+        chats = [loop.ask(rng.choices(range(40), k=rng.randint(40, 60)), max_tokens=5) for _ in range(4)]
+        for _ in range(3):
+            loop.restart()
+            loop.memory.read_steps = rng.randint(0, 6)
+            if loop.files.found and rng.random() < 0.3:
+                loop.files.spoiled.add(rng.choice(loop.files.found).name)
+            open_ones = []
+            for chat in rng.sample(chats, 4):
+                prompt = chat.tokens[: rng.choice([40, len(chat.tokens)])] + rng.choices(range(40), k=3)
+                open_ones.append(loop.add(prompt, max_tokens=rng.randint(1, 20), interactive=rng.random() < 0.1))
+                for _ in range(rng.randint(0, 4)):
+                    loop.step()
+                if rng.random() < 0.2:
+                    loop.scheduler.abort(rng.choice(open_ones).id)
+            loop.finish()
+            waited += loop.memory.num_waits
+            assert not any(slot.seq for slot in loop.kv._slots)
+            chats = [*chats, *(seq for seq in open_ones if seq.completion_len)][-4:]
+        fetched += loop.files.num_fetched
+    assert fetched >= CONVERSATIONS
+    assert waited >= CONVERSATIONS
 
 
 def test_the_workloads_use_files_and_restarts() -> None:
