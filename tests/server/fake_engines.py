@@ -149,6 +149,9 @@ class Launches:
         self._more.set()
         return self.processes[-1]
 
+    def most_context(self, _: LocalModel) -> int:
+        return 4096
+
     async def begin(self) -> None:
         """Begin no process before a load."""
 
