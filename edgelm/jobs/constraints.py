@@ -120,9 +120,16 @@ class Constraints:
         except RequestError as error:
             if spec is request.grammar or not request.tools:
                 raise
-            raise RequestError(
-                f"the grammar of the tools cannot be used: {error.message}", "simplify the schemas of the tools"
-            ) from None
+            in_order, notes = await self._spec(request, style, tail, in_order=True)
+            try:
+                if in_order is None or in_order == spec:
+                    raise
+                # A part of a schema may be one that nothing conforms to, and the whole one without that part.
+                grammar = await self._grammars.compile(in_order)
+            except RequestError:
+                raise RequestError(
+                    f"the grammar of the tools cannot be used: {error.message}", "simplify the schemas of the tools"
+                ) from None
         return grammar, (*notes, *(f"not enforced: {keyword}" for keyword in grammar.relaxed))
 
     def matcher(self, request: AnswerRequest, style: Style, tail: str, grammar: Grammar | None) -> Matcher | None:
@@ -159,7 +166,7 @@ class Constraints:
         return self._tokenizer.encode("\x02" + text, special=True, bos=False)[len(before) :]
 
     async def _spec(
-        self, request: AnswerRequest, style: Style, tail: str
+        self, request: AnswerRequest, style: Style, tail: str, *, in_order: bool = False
     ) -> tuple[GrammarSpec | None, tuple[str, ...]]:
         spec, has_tools = request.grammar, bool(request.tools) and request.tool_choice.mode != "none"
         if not has_tools and request.tool_choice.mode == "required":
@@ -178,18 +185,19 @@ class Constraints:
                 [choice.mode, names, request.has_several_calls],
                 spec and [spec.kind, spec.source, spec.strict],
                 tail[-64:],
+                in_order,
             ],
             sort_keys=True,
         )
         if key not in self._kept:
-            self._kept[key] = await self._new_spec(request, style, tail, has_tools)
+            self._kept[key] = await self._new_spec(request, style, tail, has_tools, in_order)
             while len(self._kept) > MAX_CONSTRAINTS:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return self._kept[key]
 
     async def _new_spec(
-        self, request: AnswerRequest, style: Style, tail: str, has_tools: bool
+        self, request: AnswerRequest, style: Style, tail: str, has_tools: bool, in_order: bool
     ) -> tuple[GrammarSpec | None, tuple[str, ...]]:
         from edgelm.text.constraint import answer_grammar, callable_functions  # most answers are free
 
@@ -214,6 +222,7 @@ class Constraints:
             answer=answer,
             stop_ids=self._tokenizer.stop_ids,
             schemas=schemas,
+            in_order=in_order,
         )
         if constraint is None:
             return None, ()

@@ -61,8 +61,11 @@ def answer_grammar(
     answer: AnswerFormat | None = None,
     stop_ids: Collection[int] = (),
     schemas: Mapping[str, ToolSchema],
+    in_order: bool = False,
 ) -> Constraint | None:
     """Return the grammar of an answer; None if nothing constrains it.
+
+    With `in_order`, arguments as JSON come in the order of their schemas, which llguidance reads as wholes.
 
     `prefill` and `marks` are those of the AnswerParser; `stop_ids` end an answer; `schemas` has those of the callable
     functions, by name. Raises RequestError if no tool may be called that must be, and for a strict tool whose schema
@@ -83,7 +86,7 @@ def answer_grammar(
         for text in (*(form.drop if form else ()), *(reasoning.drop if reasoning else ()))
         if (marks or {}).get(text) not in stop_ids
     ]
-    grammar = _Grammar(Lark(marks or {}, drops), obeyed, choice.mode, parallel, answer)
+    grammar = _Grammar(Lark(marks or {}, drops), obeyed, choice.mode, parallel, answer, in_order)
     if form is not None and form.body == "harmony":
         grammar.harmony()
     else:
@@ -145,10 +148,17 @@ class _Grammar:
     """The rules of one answer."""
 
     def __init__(
-        self, lark: Lark, schemas: dict[str, dict[str, Any]], mode: str, parallel: bool, answer: AnswerFormat | None
+        self,
+        lark: Lark,
+        schemas: dict[str, dict[str, Any]],
+        mode: str,
+        parallel: bool,
+        answer: AnswerFormat | None,
+        in_order: bool,
     ) -> None:
         self.lark = lark
         self._schemas = schemas
+        self._in_order = in_order
         self._required = mode == "required"
         self._parallel = parallel
         self._answer = answer
@@ -305,7 +315,7 @@ class _Grammar:
         return f"{self._arguments(form).of(name)} {self.lark.mark(form.call[1])}"
 
     def _arguments(self, form: CallFormat) -> Arguments:
-        return Arguments(self.lark, form, self._schemas)
+        return Arguments(self.lark, form, self._schemas, in_order=self._in_order)
 
     def _up_to(self, mark: str) -> str:
         """Return the expression of any text up to a mark, which ends it at once."""
@@ -340,7 +350,7 @@ class _Grammar:
             end = f"{lark.up_to('<|end|>', refused)} {lark.text_of('<|start|>assistant')}"
         for channel in ("analysis", "commentary"):
             lark.rule(channel, f"{lark.text_of(f'<|channel|>{channel}<|message|>')} {text} {end}")
-        arguments = Arguments(lark, CallFormat(name="Harmony", body="name_json"), self._schemas)
+        arguments = self._arguments(CallFormat(name="Harmony", body="name_json"))
         calls = []
         for name in self._schemas:
             headers = (

@@ -209,6 +209,22 @@ async def cached_shares(model: LoadedModel, turns: int) -> list[tuple[float, int
     return shares
 
 
+@pytest.mark.parametrize("name", ["Qwen-Qwen2.5-7B-Instruct", "openai-gpt-oss-120b"])
+async def test_a_parameter_that_nothing_conforms_to_takes_no_tool_with_it(
+    models: dict[str, LoadedModel], name: str
+) -> None:
+    """Lists that are made as a program runs may be empty."""
+    for odd in ({"enum": []}, {"type": "integer", "minimum": 5, "maximum": 1}, {"type": "string", "const": 5}):
+        parameters = {"type": "object", "properties": {"a": {"type": "boolean"}, "b": odd}}
+        tool: Any = {"type": "function", "function": {"name": "odd", "parameters": parameters}}
+        async with served(models[name]) as edgelm:
+            answer = await edgelm.client.chat.completions.create(
+                model="m", messages=MESSAGES, tools=[tool], tool_choice="required", max_completion_tokens=200
+            )
+        ((called, arguments),) = calls_of(answer.choices[0].message)
+        assert (called, json.loads(arguments).keys() <= {"a"}) == ("odd", True)
+
+
 async def test_a_loop_of_calls_computes_only_new_tokens(tmp_path: Path) -> None:
     """Though a grammar ends the answers, and the client spells the arguments in its own way."""
     source = template("Qwen-Qwen3-0.6B")

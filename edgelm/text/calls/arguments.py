@@ -26,8 +26,11 @@ _STRING_LIMITS = frozenset(("const", "enum", "format", "maxLength", "minLength",
 class Arguments:
     """Writes the expressions of the arguments of tools."""
 
-    def __init__(self, lark: Lark, form: CallFormat, schemas: Mapping[str, dict[str, Any]]) -> None:
+    def __init__(
+        self, lark: Lark, form: CallFormat, schemas: Mapping[str, dict[str, Any]], *, in_order: bool = False
+    ) -> None:
         self._lark = lark
+        self._in_order = in_order
         self._form = form
         self._schemas = schemas
         self._tools = Tools([{"name": name, "parameters": schema} for name, schema in schemas.items()])
@@ -46,6 +49,8 @@ class Arguments:
 
     def json(self, name: str) -> str:
         """Return the expression of the arguments as JSON."""
+        if self._in_order:
+            return self._lark.anonymous(json_rule(self._schemas[name]))
         return json_expression(self._lark, self._schemas[name])
 
     # --------------------------------------------------------------------------------------------------------------

@@ -29,28 +29,29 @@ def listed(lark: Lark, items: Mapping[str, str], required: Collection[str], comm
     if named and all(key in required for key in named):
         in_order = f" {between} ".join(named.values())
         return lark.anonymous(f"{in_order} ({between} {extra})*" if extra else in_order)
-    first = lark.anonymous(f"({extra} ({between} {extra})*)?") if extra else '""'
-    later = lark.anonymous(f"({between} {extra})*") if extra else ""
+    more = lark.anonymous(f"({between} {extra})*") if extra else ""
+    first = lark.anonymous(f"({extra} {more})?") if extra and not named else '""'
+    later = ""
     for start in reversed(range(0, len(named), _MAX_FREE)):
         keys = sorted([*named][start : start + _MAX_FREE], key=lambda key: key not in required)
         num_required = sum(key in required for key in keys)
-        group = _group(lark, [named[key] for key in keys], num_required, between, extra)
+        group = _group(lark, [named[key] for key in keys], num_required, between, more)
         if between:  # the first item of all has no comma before it
-            ways = [f"{item} {group}::{1 << bit:#x} {later}" for bit, item in enumerate(named[key] for key in keys)]
-            ways += [f"{extra} {group}::0 {later}"] if extra else []
+            ways = [f"{named[key]} {more} {group}::{1 << bit:#x} {later}" for bit, key in enumerate(keys)]
+            ways += [f"{extra} {more} {group}::0 {later}"] if extra else []
             first = lark.anonymous(" | ".join(ways if num_required else [*ways, first]))
         later = f"{group}::0 {later}"
-    return first if between else later
+    return first if between else f"{more} {later}"
 
 
-def _group(lark: Lark, items: Sequence[str], num_required: int, between: str, extra: str) -> str:
+def _group(lark: Lark, items: Sequence[str], num_required: int, between: str, more: str) -> str:
     """Return a rule of items in any order, the first ones of them required; its parameter has those that have come.
 
-    What follows is no part of the rule: llguidance would judge with this parameter whether the next group may be empty.
+    Behind each come `more` that the schema does not name. They are no way of the rule itself: then it would have a row
+    for each of them, and a mask would cost more with each. What follows is no part of the rule: llguidance would judge
+    with this parameter whether the next group may be empty.
     """
-    ways = [f"{between} {item} SELF::set_bit({bit}) %if bit_clear({bit})" for bit, item in enumerate(items)]
-    if extra:
-        ways.append(f"{between} {extra} SELF::_")
+    ways = [f"{between} {item} {more} SELF::set_bit({bit}) %if bit_clear({bit})" for bit, item in enumerate(items)]
     done = f" %if is_ones([0:{num_required}])" if num_required else ""
     return lark.parametric(" | ".join([*ways, f'""{done}']))
 

@@ -35,7 +35,7 @@ def json_expression(lark: Lark, schema: Mapping[str, Any]) -> str:
     parts = _Parts(lark, schema)
     if parts.has_choice(schema):
         shares = '"$ref"' in json.dumps(schema)
-        if not shares or parts.len_of(schema) <= _MAX_GROWTH * len(json_rule(schema)) + _MAX_STYLE:
+        if not shares or parts.are_within(_MAX_GROWTH * len(json_rule(schema)) + _MAX_STYLE, schema):
             return parts.expression(schema)
     return lark.anonymous(json_rule(schema))
 
@@ -76,13 +76,21 @@ class _Parts:
             items[""] = f'{key} ": " {self.expression(other if isinstance(other, Mapping) else {})}'
         return lark.anonymous(f'"{{" {listed(lark, items, required, ", ")} "}}"')
 
-    def len_of(self, schema: Any) -> int:
-        """Return the length of the rules of a value's parts."""
+    def are_within(self, limit: int, schema: Any) -> bool:
+        """Return whether the rules of a value's parts have at most so many characters."""
+        return self._left(limit, schema) >= 0
+
+    def _left(self, limit: int, schema: Any) -> int:
+        """Return what the rules of a value's parts leave of a limit; it stops below 0."""
         if not self.has_choice(schema):
-            return len(self._leaf(schema))
+            return limit - len(self._leaf(schema))
         if is_plain_array(schema):
-            return self.len_of(schema["items"])
-        return sum(map(self.len_of, properties_of(schema)[0].values()))
+            return self._left(limit, schema["items"])
+        for value in properties_of(schema)[0].values():
+            if limit < 0:
+                break
+            limit = self._left(limit, value)
+        return limit
 
     def _leaf(self, schema: Any) -> str:
         return json_rule(with_shared(schema, self._root))
@@ -101,7 +109,8 @@ def properties_of(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozens
 
 def is_open(schema: Mapping[str, Any]) -> bool:
     """Return whether other keys may come. Where the schema does not say, only if it names no key."""
-    return bool(schema.get("additionalProperties", not schema.get("properties")))
+    others = schema.get("additionalProperties")
+    return not schema.get("properties") if others is None else others is not False
 
 
 def with_shared(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:

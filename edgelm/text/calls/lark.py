@@ -152,4 +152,4 @@ class Lark:
 
 
 def _quoted(text: str) -> list[str]:
-    return [json.dumps(text, ensure_ascii=False)] if text else []
+    return [json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")] if text else []

@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import jsonschema
+import llguidance
 import pytest
 
+from edgelm.engine.sampling.grammar_limits import parser_limits
 from edgelm.text.calls.format import Call, CallFormat, write_calls
 from edgelm.text.calls.generic import GENERIC
 from edgelm.text.calls.known import KNOWN
@@ -91,6 +93,29 @@ def test_other_keys_stand_anywhere(form: CallFormat) -> None:
     assert not allowed({"other": 3})
     assert not allowed.text(text_of(form, {"key_b": 7, "other": 3}).replace("other", "key_b"))
     assert Allowed(form, {}, [], additionalProperties={"type": "integer"})({"more": 1, "other": 2})
+
+
+@pytest.mark.parametrize("form", [GENERIC, next(form for form in FORMS if form.body == "tagged")])
+def test_other_keys_cost_no_more_the_more_there_are(form: CallFormat) -> None:
+    """A grammar with a row for each of them reaches the limit of rows, and slows down all answers before."""
+    allowed = Allowed(form, {"key_a": {"type": "integer"}}, [], additionalProperties={"type": "integer"})
+    arguments = {"key_a": 1} | {f"more_{number}": number for number in range(900)}
+    constraint = answer_grammar(form, [allowed.tool])
+    assert constraint is not None
+    vocabulary = Vocabulary()
+    matcher = llguidance.LLMatcher(
+        vocabulary.tokenizer,
+        llguidance.LLMatcher.grammar_from_lark(constraint.source),
+        log_level=0,
+        limits=parser_limits(),
+    )
+    text = list(text_of(form, arguments).encode())
+    assert matcher.try_consume_tokens(text) == len(text), matcher.get_error()
+
+
+def test_an_object_that_says_anything_of_other_keys_is_open() -> None:
+    allowed = Allowed(GENERIC, {"key_a": {"type": "integer"}}, [], additionalProperties={})
+    assert allowed({"more": [1], "key_a": 1})
 
 
 @pytest.mark.parametrize("form", FORMS[:1] + [form for form in FORMS if form.body in ("tagged", "python")][:2])
