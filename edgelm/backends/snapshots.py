@@ -167,6 +167,8 @@ class SnapshotStore:
                 if progress != before:
                     before, moved = progress, time.monotonic()
                     on_saving(len(self._jobs))
+            if self._jobs:
+                log.info("%d conversations were not saved: the disk is too slow", len(self._jobs))
 
     # -- the writer's thread ---------------------------------------------------------------------------------------
 

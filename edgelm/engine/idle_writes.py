@@ -2,8 +2,9 @@
 
 A state is large (128 KiB a token for a model of 8B) and writes wear a disk out, so a file is written early only for a
 conversation that went on: a second request began with the first one and its answer. And it is written again only when
-it has grown by a share since. All the rest is written when the engine ends. So a crash may lose conversations of one
-request, and the last fifth of others: their tokens are computed again.
+it has grown by a share since. All the rest is written when the engine ends, as far as that waits for the disk. So a
+crash, or a slow disk, may lose conversations of one request, and the last fifth of others: their tokens are computed
+again.
 
 Owns the bytes written early within an hour, and what was sent to the disk and may not be in a file yet.
 """

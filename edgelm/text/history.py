@@ -210,7 +210,8 @@ def _moved_instructions(messages: list[Message]) -> tuple[list[str], list[Messag
         if pending and message["role"] == "assistant":
             others.append(_of_user(pending))
         elif pending:
-            message = {**message, "content": _joined([*pending, text])}
+            is_result = message["role"] == "tool"  # which may be JSON
+            message = {**message, "content": _joined([text, *pending] if is_result else [*pending, text])}
         pending = []
         others.append(message)
     return front, [*others, _of_user(pending)] if pending else others

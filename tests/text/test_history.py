@@ -269,6 +269,8 @@ def test_a_system_message_stays_where_it_is_while_the_conversation_grows() -> No
         assert text.count("Note.") == chat.count(note), "none is lost"
         before = text
     assert "<tool>grey\n\nNote.\n\nNote.<assistant>" in before
+    within = rendered(source, *chat[:2], calling("Bern"), note, result(0, "{}"), QUESTION)
+    assert "<tool>{}\n\nNote.<user>" in within, "a result may be JSON"
     assert before.count("<user>") == 4, "one of them is a note alone"
 
 
