@@ -263,8 +263,12 @@ class _Stronger:
             is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
             if not is_closed or len(rest) + len(required) > most:
                 rest = rest[: max(0, most - len(required))]
-                schema.pop("patternProperties", None)
-                schema["properties"] = {name: part for name, part in own.items() if name in rest or name in required}
+                patterns = schema.pop("patternProperties", None) or {}
+                schema["properties"] = {
+                    name: _all_of([part, *(one for pattern, one in patterns.items() if _matches(pattern, name))])
+                    for name, part in own.items()
+                    if name in rest or name in required
+                }
                 schema["additionalProperties"] = False
         missing = least - len(required)
         if least and len(rest) >= missing:

@@ -96,6 +96,13 @@ def test_what_conforms_to_the_stronger_schema_conforms_to_the_given_one() -> Non
     assert conforming > NUM_SCHEMAS
 
 
+def test_a_limited_number_of_properties_obeys_the_patterns_of_their_names() -> None:
+    given = {"properties": {"a": {"minLength": 1}}, "patternProperties": {"a": {"type": "integer"}}, "maxProperties": 2}
+    strong = stronger(given)
+    assert Draft(strong).is_valid({"a": 1})
+    assert not Draft(strong).is_valid({"a": "x"})
+
+
 def test_a_not_that_refuses_everything_leaves_no_value_of_an_enum() -> None:
     strong = stronger({"not": {}, "enum": [1, None]}, merge_patterns=False)
     assert not any(Draft(strong).is_valid(value) for value in (1, None))
