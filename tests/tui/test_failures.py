@@ -294,7 +294,7 @@ async def test_a_field_cannot_send_control_codes_to_the_terminal(open_chat: Open
         await chat.sees("end")
         assert not codes(chat), "the list of chats, and the chat"
         await chat.press("up")
-        assert chat.prompt.text == "ab  \ufffd]c\tend"
+        assert chat.prompt.text == "ab \ufffd2J \ufffd]c\tend"
         assert not codes(chat), "an earlier message in the prompt"
         chat.prompt.put("")
         chat.app.copy_to_clipboard(evil)
