@@ -23,7 +23,7 @@ from edgelm.base.kv_modes import TORCH_KV
 from edgelm.base.machine.conditions import PACKAGES, installed
 from edgelm.base.machine.gpu import nvidia_gpus
 
-FORMAT = 7  # of the file, and of the checks
+FORMAT = 8  # of the file, and of the checks
 
 
 def check_key(model: OpenedModel, settings: Settings, mode: str) -> str:

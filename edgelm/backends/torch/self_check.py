@@ -232,7 +232,7 @@ def check_model(
     counts: Callable[[int], None] = lambda _: None,
     begins: Callable[[str, str], None] = lambda _, __: None,
 ) -> list[OpVerdict]:
-    """Check the ops of a model in these KV modes; `short`: those of one decoded token.
+    """Check the ops of a model in these KV modes; `short`: those of a prompt and of a token behind it.
 
     `counts` gets the number of kernels beforehand, `begins` is called before the first run of each. Raises ModelError,
     and EngineError for a lack of memory.
@@ -255,7 +255,7 @@ def _run(
 ) -> TorchExecutor:
     """Run the steps with an executor of their own, and passes of the head; return it."""
     executor = TorchExecutor(decoder, _options(mode), head=head)
-    logits = (_run_step(executor) if short else _run_steps(executor)).to(device)
+    logits = (_run_short(executor) if short else _run_steps(executor)).to(device)
     for _ in executor.heads.warm_up(most=1 if short else VERIFY_LEN) if executor.heads else ():
         pass
     if samples:
@@ -288,9 +288,14 @@ def _options(mode: str, *, graphs: bool = False) -> TorchOptions:
     )
 
 
-def _run_step(executor: TorchExecutor) -> Tensor:
-    """Decode one token; return its logits."""
-    step = Step((_Walk(0, executor.info.num_vocab).chunk(1, 1),))
+def _run_short(executor: TorchExecutor) -> Tensor:
+    """Run a prompt and one token behind it; return its logits.
+
+    A first token alone shows little: its attention sees one key, whatever the products are, and nothing is rotated.
+    """
+    walk = _Walk(0, executor.info.num_vocab)
+    executor.forward(Step((walk.chunk(PROMPTS[0], 1),)))
+    step = Step((walk.chunk(1, 1),))
     executor.forward(step)
     return torch.from_numpy(executor.logits(step))
 

@@ -22,6 +22,7 @@ from edgelm.kernels.choice import Implementation
 from edgelm.kernels.delta import reference
 from tests import odd_models
 from tests.odd_models import WIDTH, write_odd
+from tests.tiny import write_tiny
 
 
 def forgets_accepted(spans: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor) -> None:
@@ -87,6 +88,23 @@ def test_a_kernel_that_is_wrong_for_the_head_is_found(
     with open_model(model) as alone, open_heads(alone, heads) as opened:
         keys = [check_key(one, Settings(), "f16") for one in (alone, opened)]
     assert (keys[0] != keys[1]) is apart, "the kept verdict is of these heads"
+
+
+def test_the_check_of_a_load_sees_products_of_queries_and_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attention of a first token sees one key, whatever its product with the query is."""
+    observe = Comparison.observe
+
+    def observed(self: Comparison, op: str, _: Implementation, plain: Implementation, args: Sequence[Any]) -> Any:
+        if op != "attention":
+            return plain
+        without_query = plain._replace(run=lambda query, *rest, **named: plain.run(query * 0, *rest, **named))
+        return observe(self, op, without_query, plain, tuple(args))
+
+    monkeypatch.setattr(Comparison, "observe", observed)
+    with open_model(write_tiny(tmp_path / "m.gguf")) as model:
+        verdicts = self_check.check_model(model, torch.device("cpu"), torch.float32, ["f16"], short=True)
+    assert len(verdicts) >= 2, "a prompt's and a token's"
+    assert not any(verdict.right for verdict in verdicts)
 
 
 def test_a_model_is_checked_without_a_head_that_cannot_be_loaded(tmp_path: Path) -> None:
