@@ -102,7 +102,7 @@ class LlamaEmbedder:
         native_log.clear()
         result = L.llama_decode(self._context, self._tokens.native)
         if result != 0:
-            raise EngineError(f"llama.cpp could not compute an embedding ({result}): {native_log.first_error()}")
+            raise self._model.step_error("compute an embedding", result)
 
     def pooled(self, seq: int) -> NDArray[np.float32]:
         """Return a copy of the vector of a sequence in the last decode."""
@@ -123,6 +123,7 @@ class LlamaEmbedder:
     def _copy(self, pointer: Any, shape: tuple[int, ...]) -> NDArray[np.float32]:
         if not pointer:
             raise EngineError("llama.cpp computed no embedding", "this model may not support it")
+        self._model.check_outputs()
         # Not as_array(): ctypes keeps a type for each shape for ever.
         data = ctypes.string_at(pointer, np.dtype(np.float32).itemsize * math.prod(shape))
         return np.frombuffer(data, np.float32).reshape(shape).copy()

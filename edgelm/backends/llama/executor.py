@@ -197,7 +197,11 @@ class LlamaExecutor:
         if self._heads:
             self._heads.take(chunks)
         num_rows = sum(chunk.rows for chunk in chunks)
-        return logits_view(self._context, num_rows, self._info.num_vocab) if num_rows else self._logits[:0]
+        if not num_rows:
+            return self._logits[:0]
+        logits = logits_view(self._context, num_rows, self._info.num_vocab)
+        self._model.check_outputs()
+        return logits
 
     def _run_and_copy(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, NDArray[np.float32]]]:
         logits, start = self._run(chunks).copy(), 0
@@ -213,7 +217,7 @@ class LlamaExecutor:
         if result == 1:
             raise EngineError("the KV cache has no room for this step", "lower the number of parallel requests")
         if result != 0:
-            raise EngineError(f"llama.cpp could not run a step ({result}): {native_log.first_error()}")
+            raise self._model.step_error("run a step", result)
 
     def _read_picture(self, chunk: Chunk, slot: int) -> None:
         """Run the tokens of a picture, or some of them, which is encoded first if it was not yet."""

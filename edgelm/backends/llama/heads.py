@@ -16,7 +16,7 @@ from edgelm.backends.followed_heads import HEADS_WINDOW, NOTHING, Followed, Foll
 from edgelm.backends.llama.api import Batch, fill_struct, logits_view, native_function, native_log
 from edgelm.backends.llama.binding import L
 from edgelm.backends.llama.model import LlamaModel
-from edgelm.base.errors import EngineError, ModelError
+from edgelm.base.errors import ModelError
 from edgelm.engine.core import Chunk, Step
 
 Hidden = NDArray[np.float32]  # of one position
@@ -40,6 +40,7 @@ class LlamaHeads(FollowedHeads[Hidden]):
                 f"llama.cpp cannot use the heads of this model: {native_log.first_error()}", "--draft ngram"
             )
         self._memory = L.llama_get_memory(self._context)
+        self._model = model
         self._target = target
         self._num_vocab = model.num_vocab
         self._width: int = L.llama_model_n_embd_out(model.native)
@@ -89,7 +90,7 @@ class LlamaHeads(FollowedHeads[Hidden]):
         if result == 1:  # no room in the cache
             return NOTHING
         if result != 0:
-            raise EngineError(f"llama.cpp could not run the heads ({result}): {native_log.first_error()}")
+            raise self._model.step_error("run the heads", result)
         followed.state = self._states(self._context, count)[-1].copy()
         logits = logits_view(self._context, 1, self._num_vocab)[0]
         token = int(logits.argmax())

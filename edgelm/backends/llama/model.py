@@ -16,12 +16,15 @@ from edgelm.backends.llama.api import fill_struct, metadata, native_log, start_b
 from edgelm.backends.llama.binding import L
 from edgelm.backends.llama.devices import NativePlacement
 from edgelm.backends.llama.placement import ON_CPU, Placement
-from edgelm.base.errors import ModelError
+from edgelm.base.errors import DeviceError, EngineError, ModelError
 from edgelm.base.machine.cpu import OtherLoad
 
 if TYPE_CHECKING:
     from edgelm.backends.llama.adapter import LlamaAdapter
 
+AGAIN = "try again: the model is loaded anew"
+
+_COMPUTE_FAILED = -3  # of llama_decode: a graph was not computed
 _MADV_DONTNEED = 4
 
 
@@ -119,6 +122,21 @@ class LlamaModel:
                 f"the adapter {adapter.name} cannot be loaded: {reason}", "train it on this model"
             )
         return native
+
+    def step_error(self, what: str, result: int) -> EngineError:
+        """Return the error of a `llama_decode` that gave `result`: a device that cannot compute does not recover."""
+        message = f"llama.cpp could not {what} ({result}): {native_log.first_error()}"
+        if result == _COMPUTE_FAILED and self.placement.devices:
+            return DeviceError(message, AGAIN)
+        return EngineError(message)
+
+    def check_outputs(self) -> None:
+        """Raise DeviceError where a device failed while the outputs of a step were read: they are those of another.
+
+        Metal computes on when `llama_decode` has returned, and tells by the log alone.
+        """
+        if self.placement.devices and any("command buffer" in line for line in native_log.errors):
+            raise DeviceError(f"the GPU failed: {native_log.first_error()}", AGAIN)
 
     def share(self) -> Self:
         """Return the model for one more user. It is freed when all users have closed it."""

@@ -11,10 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edgelm.backends.llama.api import native_log
+from edgelm.backends.llama.binding import L
 from edgelm.backends.llama.executor import LlamaExecutor, LlamaOptions
 from edgelm.backends.llama.memory import micro_batch
 from edgelm.backends.llama.model import LlamaModel
-from edgelm.base.errors import EngineError, ModelError, SnapshotError
+from edgelm.backends.llama.placement import Placement
+from edgelm.base.errors import DeviceError, EngineError, ModelError, SnapshotError
 from edgelm.engine.clock import StepClock
 from edgelm.engine.core import (
     Chunk,
@@ -235,6 +238,35 @@ def test_a_refused_op_is_an_error_and_not_the_end(executor: LlamaExecutor) -> No
     with pytest.raises(EngineError, match="no room"):
         executor.forward(Step((chunk(PROMPT * 2, 0, 1),)))
     assert np.isfinite(row(executor, chunk([3], 0, 1), ops=(Trim(0, 0),))).all()
+
+
+@pytest.mark.parametrize(
+    ("result", "line"), [(-3, ""), (0, "ggml_metal_synchronize: error: command buffer 0 failed\n")]
+)
+def test_a_gpu_that_failed_ends_the_engine(tmp_path: Path, monkeypatch, result: int, line: str) -> None:
+    """Metal's state stays failed: each later step of the process would fail, or give the logits of an earlier one."""
+    decode = L.llama_decode
+
+    def failing(context: object, batch: object) -> int:
+        done = decode(context, batch)
+        if line:
+            native_log.add(4, line)  # GGML_LOG_LEVEL_ERROR
+        return result or done
+
+    with running(write_tiny(tmp_path / "m.gguf")) as (model, engine):
+        lost: list[DeviceError] = []
+        engine.when_lost = lost.append
+        params = SamplingParams(temperature=0, max_tokens=3)
+        assert len(answers(engine, [([1, 2, 3], params)], False)[0]) == 3
+        monkeypatch.setattr(L, "llama_decode", failing)
+        if result:
+            with pytest.raises(EngineError):  # the processor has no such state
+                answers(engine, [([1, 2, 4], params)], False)
+            assert not lost
+        model.placement = Placement(("MTL0",), (1,))
+        with pytest.raises(DeviceError, match=str(result) if result else "command buffer"):
+            answers(engine, [([1, 2, 5], params)], False)
+        assert len(lost) == 1
 
 
 def test_quantized_heads_of_odd_size_are_refused_before_llama_cpp_computes_nan(tmp_path: Path) -> None:
