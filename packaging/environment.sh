@@ -11,7 +11,7 @@ echo "environment: .venv with $("$1" --version)" >&2
 python=.venv/bin/python
 wheel=$("$python" packaging/llama_wheel.py)
 # torch first and by its exact version, so that whatever asks for it later finds it and does not choose another build.
-"$python" -m pip install -qq "$(grep -om1 'torch==[0-9.]*' pyproject.toml)"
+"$python" -m pip install -qq "$(grep -om1 'torch==[^"]*' pyproject.toml)"
 # pip takes an installed package of the same version for the same, and this wheel may be another build. What it needs
 # comes with the next call.
 "$python" -m pip install -qq --force-reinstall --no-deps "$wheel"

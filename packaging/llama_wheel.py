@@ -131,8 +131,10 @@ def build_wheel(build: Build, scratch: Path) -> Path:
     script = CORRECT.format(python=Path(sys.executable).as_posix(), script=SOURCE.as_posix())
     before.write_text(LEFT_OUT + script, encoding="utf-8")
     environment = os.environ | build.environment
-    included = shlex.quote(f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={before}")
-    environment["CMAKE_ARGS"] = f"{environment.get('CMAKE_ARGS', '')} {included}".strip()
+    flags = shlex.quote(f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={before}")
+    if (sys.platform, platform.machine()) == ("darwin", "x86_64"):  # edgelm's devices.py says why
+        flags = f"-DGGML_METAL=OFF {flags}"
+    environment["CMAKE_ARGS"] = f"{environment.get('CMAKE_ARGS', '')} {flags}".strip()
     log = scratch / "log"
     with log.open("wb") as output:
         result = subprocess.run(

@@ -307,7 +307,8 @@ def _gpu(places: Places, engines: Engines) -> Finding:
     """Report whether our kernels run on a GPU here, and if not, why. Models run on the processor in any case."""
     if sys.platform == "darwin":
         engines.cuda = "they need CUDA"
-        return Finding("GPU", "ok", "our own kernels need CUDA; llama.cpp has Metal")
+        metal = "; llama.cpp has Metal" if platform.machine() == "arm64" else ""
+        return Finding("GPU", "ok", f"our own kernels need CUDA{metal}")
     gpu = standing_gpu()
     try:
         state = ask_cuda()

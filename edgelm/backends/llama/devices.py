@@ -6,6 +6,7 @@ Owns the pointers of devices and buffer types. Does not choose: placement.py doe
 from __future__ import annotations
 
 import ctypes
+import platform
 import sys
 from collections.abc import Iterator
 from itertools import takewhile
@@ -62,9 +63,13 @@ def weight_buffers() -> tuple[str, ...]:
 def llama_devices(model: ModelFacts | None = None) -> tuple[Device, ...]:
     """Return the GPUs that this build of llama.cpp can use; integrated ones only where there is no other.
 
-    A GPU that two backends know is listed once. With a model, each has its slow KV modes.
+    A GPU that two backends know is listed once. With a model, each has its slow KV modes. Those of Macs with an Intel
+    processor are left out: Metal computes wrong numbers there (llama.cpp's issues 19563 and 25518), and llama.cpp's own
+    releases for them have none.
     """
     start_backend()
+    if (sys.platform, platform.machine()) == ("darwin", "x86_64"):
+        return ()
     found: dict[int, list[Device]] = {_GPU: [], _INTEGRATED_GPU: []}
     ids = set()
     for handle, properties in _all_devices():

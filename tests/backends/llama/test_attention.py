@@ -254,3 +254,12 @@ def test_an_engine_tells_of_the_slow_mode_once(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ModelError):
         built(Settings(kv="fp8"))
     assert told == ["it is slow"]
+
+
+@pytest.mark.parametrize(("processor", "found"), [("arm64", 1), ("x86_64", 0)])
+def test_metal_computes_on_apples_processors_only(monkeypatch: pytest.MonkeyPatch, processor: str, found: int) -> None:
+    gpu = devices._Properties(b"MTL0", b"a card", GIB, GIB, devices._GPU)
+    monkeypatch.setattr(devices, "_all_devices", lambda: iter([(7, gpu)]))
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr("platform.machine", lambda: processor)
+    assert len(llama_devices()) == found
