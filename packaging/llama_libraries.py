@@ -15,6 +15,7 @@ import argparse
 import ast
 import hashlib
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -69,7 +70,7 @@ class Build:
         digest = hashlib.sha256(self.sdist.read_bytes())
         for path in (*(PROJECT / name for name in BUILD_FILES), SOURCE, Path(__file__)):
             digest.update(path.read_bytes())
-        settings = [sysconfig.get_platform(), self.variants, self.compiler]
+        settings = [platform_tag(), self.variants, self.compiler]
         settings += [os.environ.get(name, "") for name in ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CMAKE_ARGS")]
         digest.update("\n".join(settings).encode())
         return digest.hexdigest()[:16]
@@ -243,7 +244,14 @@ def llama_commit(source: Path) -> str:
 
 
 def platform_tag() -> str:
-    """Return the platform of the wheel; auditwheel and delocate make a general one of it for a release."""
+    """Return the platform of the wheel; auditwheel and delocate make a general one of it for a release.
+
+    On a Mac it is that of the libraries: Python itself may be for two processors, and for systems that are too old.
+    pip knows no minor versions of macOS from 11 on.
+    """
+    if sys.platform == "darwin":
+        system = os.environ.get("MACOSX_DEPLOYMENT_TARGET") or platform.mac_ver()[0]
+        return f"macosx_{system.partition('.')[0]}_0_{platform.machine()}"
     return sysconfig.get_platform().replace("-", "_").replace(".", "_")
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.tags import mac_platforms
 
 from edgelm.base.machine.llama_build import SUPPORTED
 
@@ -41,6 +42,21 @@ dist_check = load(PACKAGING / "dist_check.py")
 sys.path.remove(str(PACKAGING))
 
 FILES = {"edgelm_llama/lib/libllama.so": b"\x7fELF", "edgelm_llama/__init__.py": b""}
+
+
+@pytest.mark.parametrize(("target", "system"), [("13.3", 13), ("", 26)])
+@pytest.mark.parametrize("machine", ["arm64", "x86_64"])
+def test_a_macs_wheel_is_for_its_processor(
+    monkeypatch: pytest.MonkeyPatch, target: str, system: int, machine: str
+) -> None:
+    """Python's own platform says universal2, and a system older than any with such a processor; pip takes neither."""
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr("sysconfig.get_platform", lambda: "macosx-10.13-universal2")
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr("platform.mac_ver", lambda: ("26.1", ("", "", ""), machine))
+    monkeypatch.setenv("MACOSX_DEPLOYMENT_TARGET", target)
+    assert libraries.platform_tag() in mac_platforms((system, 4), machine)
+    assert libraries.platform_tag() not in mac_platforms((system - 1, 0), machine)
 
 
 def test_the_same_files_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
