@@ -20,6 +20,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from PIL import Image
@@ -783,3 +784,29 @@ def test_an_ignored_interrupt_stays_ignored_while_a_line_is_read() -> None:
             signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("names_backend", [True, False])
+async def test_libedit_shows_no_text_and_so_the_unsent_one_stays(
+    endpoint: FakeEndpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, names_backend: bool
+) -> None:
+    """Python for macOS has it in place of readline: what its startup hook inserts is gone when the line begins."""
+    libedit = MagicMock(backend="editline" if names_backend else None)
+    libedit.__doc__ = "Importing this module enables command line editing using libedit readline."
+    typed = iter(["hello", "/edit", "", "/quit"])
+    monkeypatch.setattr(plain_lines, "_load_readline", lambda: libedit)
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    stream, output = io.StringIO(), Output()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    writer = Writer(output)
+    store = Store(tmp_path / "chats.db")
+    store.put_setting("draft", "half a")  # as the full screen leaves it
+    store.close()
+    link = Link(endpoint=endpoint.address, api_key=None, runtime=tmp_path / "run", log=tmp_path / "serve.log")
+    lines = LineReader(stream, writer, edits=True)
+    chat = PlainChat(tmp_path / "chats.db", link, ChatDefaults(), lines, writer, knowledge=tmp_path / "knowledge.db")
+    await asyncio.to_thread(chat.run)
+    assert "your last message: hello\nnot edited\n" in output.getvalue(), "as where no prompt can begin with a text"
+    store = Store(tmp_path / "chats.db")
+    assert "half a" in store.settings().values()
+    store.close()
