@@ -1,8 +1,8 @@
 """The service as a launch agent of macOS, in its property list.
 
 Facts: launchd.plist(5), launchctl(1). Owns the list. Nothing here has run on macOS; the list is checked by plistlib.
-A user who is logged in at the screen has the domain `gui/UID`. One who came by SSH has `user/UID` only, whose agents must be
-of the session type "Background".
+A user who is logged in at the screen has the domain `gui/UID`. One who came by SSH has `user/UID` only, whose agents
+must be of the session type "Background".
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Launchd:
         if done.code == NO_SCREEN or (done.code and self._launchctl("print", gui).code):
             write_files(self._files(definition, has_screen=False))
             done = self._bootstrap(user)
-            lines.append("you are not logged in at the screen: it starts at each log-in of another kind, as by SSH")
+            lines.append("you are not logged in at the screen: it runs in your background session")
         if done.code:
             message = f"launchctl bootstrap failed: {done.error or done.output or done.code}"
             raise EdgeLMError(message, "run `edgelm serve` instead")
