@@ -11,6 +11,7 @@ import os
 import plistlib
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ LABEL = "edgelm.serve"
 STOP_S = 30  # so that the engines can save conversations
 LETTING_GO_S = STOP_S + 10  # how long launchd may hold the label of an earlier service
 RETRY_S = 1.0
+MAX_LOG_BYTES = 2**24
 HELD = (5, 37)  # launchctl's codes meanwhile: "Input/output error", "Operation already in progress"
 NO_SCREEN = 125  # "Domain does not support specified action": the user is not logged in at the screen
 
@@ -59,6 +61,7 @@ class Launchd:
         write_files(self._files(definition))
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._bootout()  # of an earlier definition
+        self._begin_log()
         done = self._bootstrap(gui)
         lines = [f"{self._file} is written"]
         if done.code == NO_SCREEN or (done.code and self._launchctl("print", gui).code):
@@ -114,6 +117,12 @@ class Launchd:
             content["LimitLoadToSessionType"] = "Background"
         text = plistlib.dumps(content).decode()
         return {self._file: text.replace("<plist", f"<!-- {OURS} -->\n<plist", 1)}
+
+    def _begin_log(self) -> None:
+        """Set a long log aside; launchd opens another one, and shortens none itself."""
+        with suppress(OSError):
+            if self.log.stat().st_size > MAX_LOG_BYTES:
+                self.log.replace(self.log.with_suffix(".old.log"))
 
     def _bootout(self) -> None:
         for domain in self._domains:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from edgelm.base.errors import EdgeLMError
-from edgelm.commands.service.launchd import LABEL, STOP_S, Launchd
+from edgelm.commands.service.launchd import LABEL, MAX_LOG_BYTES, STOP_S, Launchd
 from edgelm.commands.service.system import Outcome
 from tests.commands.service.test_systemd import Commands, definition
 
@@ -94,6 +94,18 @@ def test_a_label_that_is_never_free_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(EdgeLMError, match="Input/output error"):
         Launchd(tmp_path / "agents", tmp_path / "edgelm.log", mac, mac.pause).install(definition(), linger=False)
     assert STOP_S < mac.waited_s < 2 * STOP_S
+
+
+def test_a_long_log_is_set_aside_once(tmp_path: Path) -> None:
+    service = Launchd(tmp_path / "agents", tmp_path / "edgelm.log", Commands())
+    (tmp_path / "edgelm.log").write_text("short")
+    service.install(definition(), linger=False)
+    assert (tmp_path / "edgelm.log").read_text() == "short"
+    for last in (b"1", b"2"):
+        (tmp_path / "edgelm.log").write_bytes(bytes(MAX_LOG_BYTES) + last)
+        service.install(definition(), linger=False)
+        assert not (tmp_path / "edgelm.log").exists(), "launchd makes it"
+        assert (tmp_path / "edgelm.old.log").read_bytes()[-1:] == last
 
 
 def test_failures_are_one_line(tmp_path: Path) -> None:
