@@ -151,22 +151,41 @@ def agents_run(runtime: Path, *, besides: int | None = None) -> bool:
 
 
 def _is_agent(file: Path) -> bool:
+    """Return whether the process of a file is alive; by its id alone where its birth is unknown.
+
+    Earlier versions noted none on macOS.
+    """
     pid = file.name.rpartition("-")[2]
     if not (pid.isascii() and pid.isdecimal() and is_alive(int(pid))):
         return False
     try:
-        return file.read_bytes() == birth(int(pid)).encode()
+        noted = file.read_bytes().decode(errors="replace")
     except OSError:
         return False
+    born = birth(int(pid))
+    return not noted or not born or noted == born
 
 
-def birth(pid: int) -> str:
-    """Return when a process began, which tells it from a later one with its id; empty without /proc (macOS)."""
+def birth(pid: int, proc: Path = Path("/proc")) -> str:
+    """Return when a process began, which tells it from a later one with its id; empty where that cannot be read."""
     try:
-        status = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        status = (proc / str(pid) / "stat").read_text(errors="replace")
     except OSError:
-        return ""
+        return _birth_by_ps(pid)
     return status.rpartition(")")[2].split()[19]  # starttime of proc(5), in ticks since the system began
+
+
+def _birth_by_ps(pid: int) -> str:
+    """Return the time at which a process began; on macOS, which has no /proc."""
+    import subprocess
+
+    command = ["/bin/ps", "-o", "lstart=", "-p", str(pid)]
+    environment = {"LC_ALL": "C", "TZ": "UTC"}  # two processes are to read the same
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return " ".join(done.stdout.split())
 
 
 def _remove(file: Path) -> None:

@@ -5,6 +5,8 @@ Owns which programs are asked. Over ssh they have no clipboard, or that of the o
 
 from __future__ import annotations
 
+import base64
+import os
 import re
 import subprocess
 from shutil import which
@@ -18,14 +20,18 @@ PROGRAMS = (
     ("xclip", "-selection", "clipboard", "-target", "image/png", "-out"),  # X11
     ("osascript", "-e", "get the clipboard as «class PNGf»"),  # macOS
 )
+# In base64: PowerShell reads its input in the code page of the console.
+_SET_CLIPBOARD = "Set-Clipboard -Value ([Text.Encoding]::UTF8.GetString([Convert]::FromBase64String((-join $input))))"
 COPIERS = (
     ("wl-copy",),  # Wayland
     ("xclip", "-selection", "clipboard"),  # X11
     ("xsel", "--clipboard", "--input"),
     ("pbcopy",),  # macOS
-    ("clip.exe",),  # WSL
+    ("powershell.exe", "-NoProfile", "-NonInteractive", "-Command", _SET_CLIPBOARD),  # WSL
+    ("clip.exe",),  # WSL where PowerShell is locked
 )
 LIMIT_S = 5.0
+POWERSHELL_LIMIT_S = 15.0  # its first start after Windows' takes long
 _HEX = re.compile(rb"\xc2\xabdata PNGf([0-9A-F]+)\xc2\xbb\s*")  # how osascript prints it
 
 
@@ -34,15 +40,32 @@ def copy_text(text: str) -> None:
     quiet = subprocess.DEVNULL  # some stay in the background with what they were given, as long as it is not replaced
     for program in COPIERS:
         if which(program[0]):
-            data = text.encode("utf-16" if program[0] == "clip.exe" else "utf-8", errors="replace")
+            data, environment = _input_of(program[0], text)
+            limit_s = POWERSHELL_LIMIT_S if program[0] == "powershell.exe" else LIMIT_S
             try:
-                done = subprocess.run(program, input=data, stdout=quiet, stderr=quiet, timeout=LIMIT_S, check=False)
+                done = subprocess.run(
+                    program, input=data, env=environment, stdout=quiet, stderr=quiet, timeout=limit_s, check=False
+                )
             except (OSError, subprocess.TimeoutExpired):
                 continue
             if done.returncode == 0:
                 return
     names = ", ".join(program[0] for program in COPIERS)
     raise RequestError(f"nothing here copies: none of {names} works", "/code NUMBER FILE saves code, /export the chat")
+
+
+def _input_of(program: str, text: str) -> tuple[bytes, dict[str, str]]:
+    """Return the input by which a program copies a text, and its environment."""
+    environment = dict(os.environ)
+    data = text.encode(errors="replace")
+    if program == "powershell.exe":
+        data = base64.b64encode(data)
+    elif program == "clip.exe":  # it copies the mark, too; without one it guesses, and spoils some texts
+        data = text.encode("utf-16", errors="replace")
+    elif program == "pbcopy":  # without a locale, as in Emacs, it takes UTF-8 for MacRoman
+        environment.pop("LC_ALL", None)
+        environment["LC_CTYPE"] = "UTF-8"
+    return data, environment
 
 
 def clipboard_picture(number: int) -> Attachment:

@@ -25,7 +25,8 @@ def is_left(name: str) -> bool:
     pid = process.partition(" ")[0]
     if not (pid.isascii() and pid.isdecimal()) or name == own_name():
         return True
-    return not is_alive(int(pid)) or name != _name(int(pid))
+    birthless = f"{COMMON} {pid}"  # of an earlier version on macOS
+    return not is_alive(int(pid)) or name not in (birthless, _name(int(pid)))
 
 
 def _name(pid: int) -> str:

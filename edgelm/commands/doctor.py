@@ -45,6 +45,7 @@ from edgelm.base.machine.gpu import (
 )
 from edgelm.base.machine.llama_build import extra_command, find_build, gpu_backend_command
 from edgelm.base.machine.memory import available_memory_bytes
+from edgelm.base.machine.wsl import is_wsl
 from edgelm.base.places import Places
 from edgelm.commands.config import settings_of
 from edgelm.commands.doctor_engines import Engines, engine_documents, engine_table
@@ -194,8 +195,8 @@ def _folders(places: Places) -> Iterator[Finding]:
 
 
 def wsl_findings(release: str, folders: Sequence[Path]) -> Iterator[Finding]:
-    """Yield a finding in WSL, whose kernels name Microsoft. Drives of Windows are at /mnt/LETTER there."""
-    if "microsoft" not in release.lower():
+    """Yield a finding in WSL. Drives of Windows are at /mnt/LETTER there."""
+    if not is_wsl(release):
         return
     slow = [str(path) for path in map(Path.absolute, folders) if re.match(r"/mnt/[a-z](/|$)", str(path))]
     if slow:

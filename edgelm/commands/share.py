@@ -21,6 +21,7 @@ import typer
 from edgelm.base.atomic import atomic_write
 from edgelm.base.config import Config, load_config
 from edgelm.base.errors import EdgeLMError, UsageError
+from edgelm.base.machine.wsl import is_wsl
 from edgelm.base.runtime import FrontRecord
 from edgelm.commands.flags import Flags, SettingsOf, Verbose
 from edgelm.commands.serve import start_server
@@ -34,6 +35,7 @@ from edgelm.server.own_certificates import OwnCertificates
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - with a key and TLS only
 SOMEWHERE = ("192.0.2.1", 9)  # of RFC 5737: no packet is sent there
 MAX_NAMES = 6  # of models
+IN_WSL = "             In WSL other machines reach them only if .wslconfig has networkingMode=mirrored under [wsl2]"
 NOT_EXPOSED = "Your files, chats and settings are not exposed."
 ADMINS = "Keys marked `admin` may also load any model file by its path, and pull and delete models."
 
@@ -75,7 +77,7 @@ def share_models(
         ]
     only_here = f"             Nobody else is let in: {config.sources['host']} has the host {settings.host}"
     lines = [
-        *([only_here] if is_loopback(addresses[0]) else []),
+        *([only_here] if is_loopback(addresses[0]) else [IN_WSL] if is_wsl() else []),
         f"key          {key or f'in {key_file}'}",
         *trust,
         f"exposed      {_exposed(models or [], config)}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,9 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from edgelm.commands.service import command
+from edgelm.commands.service.systemd import Systemd
+from tests.commands.service.test_systemd import Commands
 from tests.ports import free_port
 
 LIMIT_S = 60
@@ -92,6 +96,18 @@ def test_a_certificate_of_a_variable_is_not_that_of_the_service(
     note = next(line for line in done.stdout.splitlines() if line.startswith("note: the service does not see"))
     for name in ("EDGELM_TLS_CERT", "CUDA_VISIBLE_DEVICES", "https_proxy", "XDG_CONFIG_HOME"):
         assert name in note
+
+
+def test_in_wsl_it_says_how_long_the_service_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever systemd runs: WSL looks at its terminals."""
+    monkeypatch.setenv("EDGELM_CONFIG_DIR", str(tmp_path / "config"))
+    monkeypatch.setattr(command, "_manager", lambda _: Systemd(tmp_path, Commands()))
+    for release, is_told in (("6.6.87.2-microsoft-standard-WSL2", True), ("6.1.0-18-amd64", False)):
+        monkeypatch.setattr(platform, "release", lambda release=release: release)
+        command.install_service({}, linger=True)
+        assert ("note: WSL ends some seconds after its last terminal closes" in capsys.readouterr().out) == is_told
 
 
 def test_without_one_the_status_says_so(server_environment: dict[str, str], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import re
 import shutil
 import signal
@@ -22,6 +23,8 @@ import openai
 import pytest
 
 from edgelm.base.errors import EdgeLMError
+from edgelm.base.runtime import FrontRecord
+from edgelm.commands import share
 from edgelm.commands.share import _addresses, _host_names, _make_key
 from edgelm.server import own_certificates
 from edgelm.server.own_certificates import OwnCertificates
@@ -55,6 +58,17 @@ def sharing(
 
 def said(lines: str, name: str) -> str:
     return next(line.split(maxsplit=1)[1] for line in lines.splitlines() if line.startswith(f"{name} "))
+
+
+@pytest.mark.parametrize(("host", "is_told"), [("172.20.0.2", True), ("127.0.0.1", False)])
+def test_in_wsl_it_says_that_windows_stands_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], host: str, *, is_told: bool
+) -> None:
+    monkeypatch.setattr(platform, "release", lambda: "6.6.87.2-microsoft-standard-WSL2")
+    monkeypatch.setenv("EDGELM_CONFIG_DIR", str(tmp_path))
+    monkeypatch.setattr(share, "start_server", lambda *_, say, **__: say(FrontRecord(1, f"https://{host}:11500")))
+    share.share_models(flags={"host": host}, qr=False)
+    assert ("networkingMode=mirrored" in capsys.readouterr().out) == is_told
 
 
 @pytest.fixture

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from edgelm.base.runtime import agents_run, find_fronts, note_agent
+import pytest
+
+from edgelm.base.runtime import agents_run, birth, find_fronts, note_agent
 from edgelm.server.serving import wait_unused
 
 SHORT_S = 0.05
@@ -61,3 +64,24 @@ def test_agents_are_found_while_they_live(tmp_path: Path) -> None:
     (runtime / "agent-x").touch()
     assert not agents_run(runtime)
     assert list(runtime.iterdir()) == []
+
+
+def test_an_agent_of_an_earlier_version_on_macos_is_found_by_its_id(tmp_path: Path) -> None:
+    """It noted no birth, and may still run after an update."""
+    (tmp_path / f"agent-{os.getpid()}").touch()
+    assert agents_run(tmp_path)
+
+
+@pytest.mark.skipif(not Path("/bin/ps").exists(), reason="there is no ps")
+def test_without_proc_a_process_is_told_from_a_later_one_with_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on macOS. The time is the same for all who ask, wherever they are."""
+    times = []
+    for zone in ("UTC", "Asia/Tokyo"):
+        monkeypatch.setenv("TZ", zone)
+        times.append(datetime.strptime(birth(os.getpid(), tmp_path), "%a %b %d %H:%M:%S %Y").replace(tzinfo=UTC))
+    assert abs(times[1] - times[0]) < timedelta(minutes=1), "Linux' own ps rounds to one of two seconds"
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    assert birth(ended.pid, tmp_path) == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 import json
 import os
@@ -19,6 +20,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from PIL import Image
@@ -434,12 +436,31 @@ async def test_code_is_listed_saved_and_copied(
     assert (tmp_path / "copied").read_text() == f"a = 1\nb = 2\n{endpoint.answers[0]}\n"
 
 
-def test_windows_gets_its_own_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "clip.exe").write_text(f"#!/bin/sh\n{shutil.which('cat')} >{tmp_path}/copied\n")
-    (tmp_path / "clip.exe").chmod(0o755)
+def put_program(folder: Path, name: str, script: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_windows_gets_the_text_and_no_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its clip.exe copies a byte order mark as text, and spoils some texts without one."""
+    put_program(tmp_path, "clip.exe", f"{shutil.which('cat')} >{tmp_path}/clipped")
+    put_program(tmp_path, "powershell.exe", f'{shutil.which("cat")} >{tmp_path}/copied; echo "$*" >{tmp_path}/asked')
     monkeypatch.setenv("PATH", str(tmp_path))
     copy_text("naïve 日本\ud83d")
-    assert (tmp_path / "copied").read_text("utf-16") == "naïve 日本?"
+    assert base64.b64decode((tmp_path / "copied").read_bytes(), validate=True).decode() == "naïve 日本?"
+    assert "FromBase64String((-join $input))" in (tmp_path / "asked").read_text()
+    assert not (tmp_path / "clipped").exists()
+    put_program(tmp_path, "powershell.exe", "exit 1")  # as where an administrator has locked it
+    copy_text("日本")
+    assert (tmp_path / "clipped").read_bytes() == b"\xff\xfe" + "日本".encode("utf-16-le")
+
+
+def test_macos_takes_the_text_for_utf_8_in_every_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_program(tmp_path, "pbcopy", f'echo "$LC_ALL $LC_CTYPE" >{tmp_path}/locale')
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("LC_ALL", "C")
+    copy_text("—é")
+    assert (tmp_path / "locale").read_text() == " UTF-8\n"
 
 
 async def test_two_versions_are_compared(talk: Talk, endpoint: FakeEndpoint) -> None:
@@ -763,3 +784,29 @@ def test_an_ignored_interrupt_stays_ignored_while_a_line_is_read() -> None:
             signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("names_backend", [True, False])
+async def test_libedit_shows_no_text_and_so_the_unsent_one_stays(
+    endpoint: FakeEndpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, names_backend: bool
+) -> None:
+    """Python for macOS has it in place of readline: what its startup hook inserts is gone when the line begins."""
+    libedit = MagicMock(backend="editline" if names_backend else None)
+    libedit.__doc__ = "Importing this module enables command line editing using libedit readline."
+    typed = iter(["hello", "/edit", "", "/quit"])
+    monkeypatch.setattr(plain_lines, "_load_readline", lambda: libedit)
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    stream, output = io.StringIO(), Output()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    writer = Writer(output)
+    store = Store(tmp_path / "chats.db")
+    store.put_setting("draft", "half a")  # as the full screen leaves it
+    store.close()
+    link = Link(endpoint=endpoint.address, api_key=None, runtime=tmp_path / "run", log=tmp_path / "serve.log")
+    lines = LineReader(stream, writer, edits=True)
+    chat = PlainChat(tmp_path / "chats.db", link, ChatDefaults(), lines, writer, knowledge=tmp_path / "knowledge.db")
+    await asyncio.to_thread(chat.run)
+    assert "your last message: hello\nnot edited\n" in output.getvalue(), "as where no prompt can begin with a text"
+    store = Store(tmp_path / "chats.db")
+    assert "half a" in store.settings().values()
+    store.close()

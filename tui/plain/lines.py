@@ -143,8 +143,8 @@ class LineReader:
 
     @property
     def can_prefill(self) -> bool:
-        """Tell whether a prompt can begin with a text."""
-        return self._readline is not None
+        """Tell whether a prompt can begin with a text: libedit discards one that its startup hook inserts."""
+        return self._readline is not None and not _is_libedit(self._readline)
 
     def load_history(self, messages: Iterable[str]) -> None:
         """Put earlier messages into the history, the oldest first."""
@@ -163,8 +163,7 @@ class LineReader:
 
         readline.set_completer_delims("")
         readline.set_completer(complete)
-        is_libedit = "libedit" in (readline.__doc__ or "")  # of macOS
-        readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
+        readline.parse_and_bind("bind ^I rl_complete" if _is_libedit(readline) else "tab: complete")
 
     def message(self, prompt: str, prefill: str = "") -> str:
         """Return a message. Its lines go on where one ends with a backslash, and between two FENCEs.
@@ -230,6 +229,12 @@ def _load_readline() -> ModuleType | None:
         readline.parse_and_bind(f"set {setting}")
     readline.set_auto_history(False)  # "y" is no message
     return readline
+
+
+def _is_libedit(readline: ModuleType) -> bool:
+    """Tell whether the module is macOS' own library, as most builds of Python have it there."""
+    backend = getattr(readline, "backend", None)  # from Python 3.13
+    return backend == "editline" if backend else "libedit" in (readline.__doc__ or "")
 
 
 def _edit_line(readline: ModuleType, prompt: str, prefill: str) -> str:

@@ -85,10 +85,18 @@ def mac_cores(sysctl: Callable[[str], int | None]) -> Cores:
 def sysctl(name: str) -> int | None:
     """Return an integer of macOS's `sysctl`; None if there is no such name."""
     try:
-        done = subprocess.run(["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, timeout=5, check=True)
-        return int(done.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError):
+        return int(sysctl_text(name))
+    except ValueError:
         return None
+
+
+def sysctl_text(name: str) -> str:
+    """Return a value of macOS's `sysctl`; empty if there is no such name."""
+    command = ["/usr/sbin/sysctl", "-n", name]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return ""
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:

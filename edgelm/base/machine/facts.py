@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 from edgelm.base.atomic import atomic_json, read_json
 from edgelm.base.errors import EdgeLMError, EngineError
-from edgelm.base.machine.cpu import Cores, processor_flags, read_text, usable_cores
+from edgelm.base.machine.cpu import Cores, processor_flags, read_text, sysctl_text, usable_cores
 from edgelm.base.machine.llama_build import COMPILED, SUPPORTED, find_build
 from edgelm.base.places import has_pip, own_places
 from edgelm.base.workers.parent import Worker, WorkerDiedError, ask
@@ -192,7 +192,8 @@ class CanaryRunner:
 
 def _processor(root: Path) -> list[str]:
     """Return the lines that identify the processor's model and instruction sets."""
-    first = (read_text(root / "proc/cpuinfo") or "").partition("\n\n")[0]
+    described = read_text(root / "proc/cpuinfo") or sysctl_text("machdep.cpu.brand_string")  # the latter on macOS
+    first = described.partition("\n\n")[0]
     changing = ("processor", "cpu MHz", "bogomips", "BogoMIPS", "apicid", "initial apicid", "core id", "physical id")
     lines = [line for line in first.splitlines() if line.partition(":")[0].strip() not in changing]
     return [platform.machine(), platform.processor(), *lines]

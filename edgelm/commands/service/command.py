@@ -14,6 +14,7 @@ import typer
 
 from edgelm.base.config import Config, load_config
 from edgelm.base.errors import EdgeLMError
+from edgelm.base.machine.wsl import is_wsl
 from edgelm.base.places import home_folder, variables_of_a_shell
 from edgelm.commands.flags import Flags, Json, SettingsOf
 from edgelm.commands.service.launchd import Launchd
@@ -43,6 +44,8 @@ def install_service(
     has_certificate = config.settings.tls_cert and not config.sources["tls_cert"].startswith(UNSEEN)
     scheme = "https" if has_certificate else "http"
     print(f"edgelm listens at {scheme}://{host}:{definition.port}/v1, also after the next log-in")
+    if is_wsl():  # no matter what systemd runs: https://github.com/microsoft/WSL/issues/9667
+        print("note: WSL ends some seconds after its last terminal closes, and the service with it")
     if lost := variables_of_a_shell(config.places.environment):
         print(f"note: the service does not see {', '.join(lost)}: `edgelm config` shows the file for settings")
 

@@ -1,8 +1,9 @@
 """The service as two units of systemd's user manager: a socket, and the server that its first connection starts.
 
 Facts: systemd.unit(5), systemd.socket(5), systemd.service(5), systemd.kill(5). Owns the text of the units. A stop
-reaches the front alone at first (KillMode=mixed), so that its engines can save conversations. A server that refuses its
-settings is not started again, and one that always fails is given up after some starts: then its socket fails too.
+reaches the front alone at first (KillMode=mixed), so that its engines can save conversations. The front restarts an
+engine that was killed for memory (OOMPolicy). A server that refuses its settings is not started again, and one that
+always fails is given up after some starts: then its socket fails too.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ RestartSec=2
 RestartPreventExitStatus={usage}
 TimeoutStopSec=30
 KillMode=mixed
+OOMPolicy=continue
 NoNewPrivileges=yes
 
 [Install]

@@ -307,6 +307,16 @@ def test_the_key_changes_with_build_processor_and_cores(tmp_path: Path, monkeypa
     assert changed()
 
 
+def test_macs_of_different_processors_have_different_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home folder moves from one to the next, and Python names all of them arm."""
+    monkeypatch.setattr(machine, "find_build", lambda: InstalledLlama("edgelm-llama", "1", tmp_path))
+    keys = set()
+    for brand in ("Apple M1", "Apple M2", "Apple M2"):
+        monkeypatch.setattr(machine, "sysctl_text", {"machdep.cpu.brand_string": brand}.__getitem__)
+        keys.add(machine_key(Cores(4, 8), tmp_path))
+    assert len(keys) == 2
+
+
 def test_nothing_native_is_imported_by_the_parent() -> None:
     code = "import sys, edgelm.base.machine.facts, edgelm.base.machine.memory; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

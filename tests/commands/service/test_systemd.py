@@ -89,6 +89,13 @@ def test_a_server_that_always_fails_is_not_started_for_ever(tmp_path: Path) -> N
     assert "StartLimitBurst" in head, "systemd ignores it in another section"
 
 
+def test_an_engine_killed_for_memory_is_the_matter_of_the_front(tmp_path: Path) -> None:
+    """By default systemd stops a service of which one process was killed for memory."""
+    units = Systemd(tmp_path, Commands()).files(definition())
+    _, _, body = units[tmp_path / SERVICE].partition("[Service]")
+    assert "\nOOMPolicy=continue\n" in body
+
+
 def test_nothing_is_written_without_a_user_manager(tmp_path: Path) -> None:
     with pytest.raises(EdgeLMError, match="does not answer: it went wrong"):
         Systemd(tmp_path, Commands("show-environment")).install(definition(), linger=False)
