@@ -74,6 +74,10 @@ class LocalModel:
         """Return whether a path leads to this model."""
         return path == self.path or os.path.realpath(path) == self.identity
 
+    def has_bytes_of(self, other: LocalModel) -> bool:
+        """Return whether both are loaded from the same bytes: their paths differ in two revisions of a repository."""
+        return _bytes_of(self) == _bytes_of(other)
+
 
 @dataclass(frozen=True, slots=True)
 class Library:
@@ -182,6 +186,11 @@ def forget_use(data: Path, model: Path) -> None:
     """Remove the record of a model. Call it while the file exists: its real path is the key."""
     with suppress(OSError):
         _use_file(data, model).unlink()
+
+
+def _bytes_of(model: LocalModel) -> set[str]:
+    """Return the real paths of the files that an engine reads: all but the README, which changes most often."""
+    return {os.path.realpath(file) for file in model.all_files if file.suffix != ".md"}
 
 
 def _use_file(data: Path, model: Path) -> Path:
