@@ -18,20 +18,13 @@ from edgelm.library.local import find_local, require_runnable, runs_here
 from edgelm.library.readers import Card, Describe, read_each
 from edgelm.library.scan import LocalModel, installed, printable
 from edgelm.server.api.errors import ApiError
+from edgelm.server.documents import Documents, Stamp
 from edgelm.server.remotes.answering import not_remote
 from edgelm.server.remotes.models import RemoteModel, Remotes
 
 DESCRIBE_LIMIT_S = 60.0
 MOST_NAMES = 8  # in an error
 LATEST = ":latest"  # Ollama's tag of a name without one
-
-
-class Stamp(NamedTuple):
-    """The version of a file: a new size or time means new content."""
-
-    path: Path
-    nbytes: int
-    mtime_ns: int
 
 
 class Listed(NamedTuple):
@@ -62,8 +55,8 @@ class ModelNames:
         self._folders = folders
         self._tables = tables  # of config.toml, with aliases
         self._by_path: dict[tuple[int, int], LocalModel] = {}  # (device, inode): the model that was named by a path
-        self._known: dict[Stamp, dict[str, Any]] = {}
-        self._cards: dict[Stamp, dict[str, Any]] = {}
+        self._known = Documents()
+        self._cards = Documents()
         self._describing = asyncio.Lock()
 
     async def find(self, name: str, *, paths: bool = False) -> LocalModel:
@@ -112,10 +105,10 @@ class ModelNames:
         if stamp is None:
             raise _gone(model)
         async with self._describing:
-            if stamp not in self._cards:
+            if self._cards.is_due(stamp):
                 cards = await in_daemon_thread(lambda: list(read_each([Card(model.path)])))
-                self._cards[stamp] = cards[0]
-        card = self._cards[stamp]
+                self._cards.keep(stamp, cards[0])
+        card = self._cards.get(stamp)
         if "error" in card or await asyncio.to_thread(lambda: model.projector) is None:
             return card
         return card | {"capabilities": [*card["capabilities"], "vision"]}
@@ -154,7 +147,7 @@ class ModelNames:
         A GGUF that no list has read yet is not read: nearly all of them can run.
         """
         stamp = _stamp(model.path)
-        if model.format == "gguf" and stamp not in self._known:
+        if stamp is None or (model.format == "gguf" and self._known.is_due(stamp)):
             return
         for listed in await self.described([model]):
             if problem := listed.known.get("problem"):
@@ -164,18 +157,18 @@ class ModelNames:
         """Return the entries of models, without those whose file is gone."""
         async with self._describing:
             stamps = {model.path: stamp for model in models if (stamp := _stamp(model.path)) is not None}
-            unknown = [path for path, stamp in stamps.items() if stamp not in self._known]
-            if unknown:
-                described = await in_daemon_thread(lambda: _describe_all(unknown))
-                for path, description in zip(unknown, described, strict=False):
-                    self._known[stamps[path]] = description
+            due = self._known.due(stamps.values())
+            if due:
+                described = await in_daemon_thread(lambda: _describe_all([stamp.path for stamp in due]))
+                for stamp, description in zip(due, described, strict=False):
+                    self._known.keep(stamp, description)
         seeing = await asyncio.to_thread(lambda: {model.path for model in models if model.projector})
         return [
             Listed(
                 model.name,
                 model.path,
                 stamp.mtime_ns // 10**9,
-                self._known.get(stamp, {}) | ({"pictures": True} if model.path in seeing else {}),
+                self._known.get(stamp) | ({"pictures": True} if model.path in seeing else {}),
                 model.names,
             )
             for model in models

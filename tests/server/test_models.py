@@ -21,6 +21,7 @@ from edgelm.library import local, scan
 from edgelm.library.local import find_local
 from edgelm.library.readers import Describe, read_each
 from edgelm.library.scan import installed
+from edgelm.server import documents
 from edgelm.server import models as module
 from edgelm.server.api.errors import ApiError
 from edgelm.server.models import ModelNames
@@ -239,6 +240,22 @@ async def test_the_list_says_what_each_is_and_asks_once(tmp_path: Path, monkeypa
         assert asked == [[good, bad], [bad]]
         good.unlink()
         assert [model.name for model in await names.list()] == ["bad"]
+
+
+async def test_a_reader_that_died_hides_a_model_for_a_while_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ModelNames(None, [write_tiny(tmp_path / "m.gguf", context=256)])
+    model = await names.find("m")
+    async with asyncio.timeout(LIMIT_S):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "read_each", partial(read_each, module="no.such.module"))
+            patch.setattr(documents, "RETRY_S", 0.0)
+            assert "failed" in (await names.list())[0].known["error"]
+            assert "failed" in (await names.card(model))["error"]
+            await names.require_engine(model)
+        assert (await names.list())[0].known["context"] == 256
+        assert (await names.card(model))["context"] == 256
 
 
 async def test_what_no_engine_can_run_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
