@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from edgelm.base.model_tables import ModelTable, owner_of, table_of
 from edgelm.base.workers.parent import in_daemon_thread
 from edgelm.library.local import find_local, require_runnable, runs_here
 from edgelm.library.readers import Card, Describe, read_each
-from edgelm.library.scan import LocalModel, installed, printable
+from edgelm.library.scan import LocalModel, each_model, printable
 from edgelm.server.api.errors import ApiError
 from edgelm.server.documents import Documents, Stamp
 from edgelm.server.remotes.answering import not_remote
@@ -91,12 +92,14 @@ class ModelNames:
 
     async def first_given(self) -> LocalModel | None:
         """Return the first model named on the command line; None: there is none."""
+        if not self._given:
+            return None
         models = await asyncio.to_thread(self._runnable)
-        return next((model for path in self._given[:1] for model in models if model.is_at(path)), None)
+        return next((model for model in models if model.is_at(self._given[0])), None)
 
     async def only(self) -> LocalModel | None:
         """Return the only model here; None: there are several."""
-        models = await asyncio.to_thread(self._runnable)
+        models = await asyncio.to_thread(lambda: list(islice(self._each(), 2)))
         return models[0] if len(models) == 1 else None
 
     async def card(self, model: LocalModel) -> dict[str, Any]:
@@ -176,11 +179,16 @@ class ModelNames:
         ]
 
     def _find(self, alias_or_name: str, paths: bool) -> LocalModel:
-        models, spellings = self._runnable(), self._spellings(alias_or_name)
+        models, spellings = list[LocalModel](), self._spellings(alias_or_name)
+        for model in self._each():
+            if model.is_called(spellings[0]) and not self._given_as(spellings[0]):
+                return _existing(model)  # no folder behind it is looked at
+            models.append(model)
         for called in spellings:
-            for path in self._given:
-                if called in (path.stem, path.name, str(path)):
-                    return _existing(next(model for model in models if model.is_at(path)))
+            for path in self._given_as(called):
+                for model in models:
+                    if model.is_at(path):
+                        return _existing(model)
             for model in models:
                 if model.is_called(called):
                     return _existing(model)
@@ -193,6 +201,10 @@ class ModelNames:
             reason = str(error)
             join = " " if reason.endswith("?") else "; "
             raise _not_found(f"{reason}{join}GET /v1/models lists the models that are here") from None
+
+    def _given_as(self, called: str) -> list[Path]:
+        """Return the files of the command line that a name leads to."""
+        return [path for path in self._given if called in (path.stem, path.name, str(path))]
 
     def _spellings(self, alias_or_name: str) -> tuple[str, str]:
         """Return the name of a model, for an alias that of its model, and the same without Ollama's tag."""
@@ -218,7 +230,12 @@ class ModelNames:
             yield model._replace(name=alias, known={**model.known, "alias_of": model.name})
 
     def _runnable(self) -> Sequence[LocalModel]:
-        return [model for model in installed(self._hub, self._given, self._folders) if runs_here(model)]
+        return list(self._each())
+
+    def _each(self) -> Iterator[LocalModel]:
+        for model in each_model(self._hub, self._given, self._folders, []):
+            if not model.is_superseded and runs_here(model):
+                yield model
 
 
 def remote_entry(model: RemoteModel, name: str) -> Listed:

@@ -121,6 +121,51 @@ async def test_what_a_client_may_call_a_model(tmp_path: Path, hub: Path) -> None
         assert caught.value.body["error"]["code"] == "model_not_found"
 
 
+@pytest.fixture
+def read_folders(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Return the list of folders of one's own that are read."""
+    folders: list[Path] = []
+    real = scan.names_in
+
+    def names_in(folder: Path, problems: list[str]) -> list[str]:
+        folders.append(folder)
+        return real(folder, problems)
+
+    monkeypatch.setattr(scan, "names_in", names_in)
+    return folders
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+async def test_a_name_is_looked_up_in_no_folder_behind_the_first_that_has_it(
+    tmp_path: Path, hub: Path, read_folders: list[Path], is_given: bool
+) -> None:
+    """The disk of a later one may be a network drive that sleeps."""
+    local, remote = touch(tmp_path / "local" / "mine.gguf"), touch(tmp_path / "remote" / "mine.gguf")
+    plain = next((hub / "models--Two--a--b").glob("snapshots/*/plain.gguf"))
+    names = ModelNames(hub, [plain] if is_given else [], folders=[local.parent, remote.parent])
+    assert (await names.find("Two/a--b:plain")).path == plain
+    assert read_folders == []
+    assert await names.only() is None
+    assert (await names.first_given() is None) == (not is_given)
+    read_folders.clear()
+    assert (await names.find("mine")).path == local
+    assert read_folders == [local.parent]
+    assert (await names.find("mine:latest")).path == local
+    assert (await names.find(str(remote))).path == remote, "the later one of a name has its path as its name"
+
+
+async def test_a_given_model_that_was_pulled_again_is_known_by_its_name_in_the_library(tmp_path: Path) -> None:
+    name = "m-Q4_0.gguf"
+    old = put(tmp_path, "o/m", {name: b"old"}, revision=OLD) / name
+    names = ModelNames(tmp_path, [old])
+    new = put(tmp_path, "o/m", {name: b"new"}, revision=NEW) / name
+    async with asyncio.timeout(LIMIT_S):
+        assert (await names.find("o/m:Q4_0")).path == new
+        with pytest.raises(ApiError, match="GET /v1/models lists the models that are here"):
+            await names.find("m-Q4_0")
+        assert await names.first_given() is None
+
+
 @pytest.mark.parametrize("form", ["..", "link", "folder", "hard", "relative", "root"])
 async def test_every_spelling_of_a_path_is_the_same_model(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
