@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgelm.base.errors import ModelError
+from edgelm.base.macos_files import is_macos_file
 from edgelm.checkpoints.files import DOWNLOAD, cannot_open, map_file, shown
 from edgelm.checkpoints.safetensors_parse import MAX_TENSORS, SUFFIX, Header, Tensor, parse_header, parse_index
 
@@ -128,7 +129,8 @@ def _file_of(path: Path) -> Path:
         for name in ("model" + SUFFIX, "model" + INDEX_SUFFIX):  # as transformers prefers them
             if (path / name).is_file():
                 return path / name
-        names = sorted(entry.name for entry in path.iterdir() if entry.name.endswith((SUFFIX, INDEX_SUFFIX)))
+        found = (entry.name for entry in path.iterdir() if not is_macos_file(entry.name))
+        names = sorted(name for name in found if name.endswith((SUFFIX, INDEX_SUFFIX)))
     except (OSError, ValueError) as error:  # ValueError: a name with a null byte
         raise cannot_open(shown(path.name), error) from None
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from edgelm.base.atomic import atomic_write
 from edgelm.base.errors import EdgeLMError, ModelError
+from edgelm.base.macos_files import is_macos_file
 from edgelm.library.catalog import find_entry, name_of
 from edgelm.library.names import CatalogName, HubReference, Reference, parse_name, shown
 from edgelm.library.selection import is_companion, quantization_of
@@ -158,9 +159,12 @@ def require_inside(path: Path, hub: Path) -> None:
 
 
 def names_in(folder: Path, problems: list[str]) -> list[str]:
-    """Return the names in a folder: none if it does not exist; if it cannot be read, a line goes to `problems`."""
+    """Return the names in a folder, without what macOS puts there: none if the folder does not exist.
+
+    If it cannot be read, a line goes to `problems`.
+    """
     try:
-        return os.listdir(folder)  # noqa: PTH208 - names alone, of thousands
+        return [name for name in os.listdir(folder) if not is_macos_file(name)]  # noqa: PTH208 - names alone, of thousands
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
@@ -186,6 +190,8 @@ def _read_snapshot(path: Path, problems: list[str]) -> Snapshot:
     for folder, _, names in os.walk(path, onerror=report):
         inside = os.path.relpath(folder, path)
         for name in names:
+            if is_macos_file(name):
+                continue
             file = name if inside == os.curdir else f"{inside}/{name}"
             (files if os.path.isfile(f"{folder}/{name}") else broken).append(file)  # noqa: PTH113 - thousands of them
     return Snapshot(path.name, path, tuple(sorted(files)), tuple(sorted(broken)))
@@ -264,7 +270,7 @@ class CachedRepository:
 
     def leave(self) -> None:
         """Remove what a pull made that ends without a byte: folders that are empty, and the ref of its commit."""
-        if any(self.blobs.glob(f"*{PART}")):
+        if any(name.endswith(PART) for name in names_in(self.blobs, [])):
             return
         (self.folder / "refs" / UNFINISHED_REF).unlink(missing_ok=True)
         for folder in (self.snapshot, self.snapshot.parent, self.folder / "refs", self.blobs, self.folder):

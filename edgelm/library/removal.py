@@ -30,6 +30,7 @@ from edgelm.library.hub_cache import (
     free_unfinished,
     is_inside,
     link_target,
+    names_in,
     read_repository,
     require_inside,
     unfinished_in,
@@ -207,10 +208,7 @@ def _blob(repository: Repository, link: Path) -> Path | None:
 
 def _has_partial_files(repository: Repository) -> bool:
     """Return whether a download began here that can still be resumed."""
-    try:
-        return any(file.name.endswith(PARTIAL) for file in (repository.path / "blobs").iterdir())
-    except OSError:
-        return False
+    return any(name.endswith(PARTIAL) for name in names_in(repository.path / "blobs", []))
 
 
 @contextmanager

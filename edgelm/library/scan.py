@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -74,6 +75,10 @@ class LocalModel:
         """Return whether a path leads to this model."""
         return path == self.path or os.path.realpath(path) == self.identity
 
+    def has_bytes_of(self, other: LocalModel) -> bool:
+        """Return whether both are loaded from the same bytes: their paths differ in two revisions of a repository."""
+        return _bytes_of(self) == _bytes_of(other)
+
 
 @dataclass(frozen=True, slots=True)
 class Library:
@@ -95,20 +100,32 @@ def scan(hub: Path | None = None, paths: Iterable[Path] = (), folders: Iterable[
     Each file appears once: a path into the library has its name there.
     """
     problems: list[str] = []
+    return Library(list(each_model(hub, paths, folders, problems)), problems)
+
+
+def each_model(
+    hub: Path | None, paths: Iterable[Path], folders: Iterable[Path], problems: list[str]
+) -> Iterator[LocalModel]:
+    """Yield the models that `scan` finds, in its order; a folder is read when its turn comes: its disk may be slow."""
     cached = list(_hub_models(hub, problems)) if hub is not None else []
-    own = list(_folder_models(folders, problems))
     built_in = [starter] if (starter := starter_model()) else []
-    by_identity = {model.identity: model for model in [*built_in, *cached, *own]}
-    ordered = [*built_in, *(_model_at(path, by_identity) for path in paths), *cached, *own]
-    models: dict[str, LocalModel] = {}
+    own: Iterable[LocalModel] = _folder_models(folders, problems)
+    by_path = {model.path: model for model in (*built_in, *cached)}
+    paths, by_identity = list(paths), dict[str, LocalModel]()
+    if any(path not in by_path for path in paths):  # one may be in a folder, and has its name there
+        own = list(own)
+        by_identity = {model.identity: model for model in (*built_in, *cached, *own)}
+    given = [by_path.get(path) or _model_at(path, by_identity) for path in paths]
+    names: set[str] = set()
     seen: set[str] = set()
-    for model in ordered:
+    for model in chain(built_in, given, cached, own):
         if model.identity in seen:
             continue
         seen.add(model.identity)
-        name = model.name if model.name.casefold() not in models else printable(str(model.path))
-        models.setdefault(name.casefold(), replace(model, name=name))
-    return Library(list(models.values()), problems)
+        name = model.name if model.name.casefold() not in names else printable(str(model.path))
+        if name.casefold() not in names:
+            names.add(name.casefold())
+            yield replace(model, name=name)
 
 
 def installed(hub: Path | None = None, paths: Iterable[Path] = (), folders: Iterable[Path] = ()) -> list[LocalModel]:
@@ -182,6 +199,11 @@ def forget_use(data: Path, model: Path) -> None:
     """Remove the record of a model. Call it while the file exists: its real path is the key."""
     with suppress(OSError):
         _use_file(data, model).unlink()
+
+
+def _bytes_of(model: LocalModel) -> set[str]:
+    """Return the real paths of the files that an engine reads: all but the README, which changes most often."""
+    return {os.path.realpath(file) for file in model.all_files if file.suffix != ".md"}
 
 
 def _use_file(data: Path, model: Path) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,22 +17,15 @@ from edgelm.base.model_tables import ModelTable, owner_of, table_of
 from edgelm.base.workers.parent import in_daemon_thread
 from edgelm.library.local import find_local, require_runnable, runs_here
 from edgelm.library.readers import Card, Describe, read_each
-from edgelm.library.scan import LocalModel, installed, printable
+from edgelm.library.scan import LocalModel, each_model, printable
 from edgelm.server.api.errors import ApiError
+from edgelm.server.documents import Documents, Stamp
 from edgelm.server.remotes.answering import not_remote
 from edgelm.server.remotes.models import RemoteModel, Remotes
 
 DESCRIBE_LIMIT_S = 60.0
 MOST_NAMES = 8  # in an error
 LATEST = ":latest"  # Ollama's tag of a name without one
-
-
-class Stamp(NamedTuple):
-    """The version of a file: a new size or time means new content."""
-
-    path: Path
-    nbytes: int
-    mtime_ns: int
 
 
 class Listed(NamedTuple):
@@ -62,8 +56,8 @@ class ModelNames:
         self._folders = folders
         self._tables = tables  # of config.toml, with aliases
         self._by_path: dict[tuple[int, int], LocalModel] = {}  # (device, inode): the model that was named by a path
-        self._known: dict[Stamp, dict[str, Any]] = {}
-        self._cards: dict[Stamp, dict[str, Any]] = {}
+        self._known = Documents()
+        self._cards = Documents()
         self._describing = asyncio.Lock()
 
     async def find(self, name: str, *, paths: bool = False) -> LocalModel:
@@ -98,12 +92,14 @@ class ModelNames:
 
     async def first_given(self) -> LocalModel | None:
         """Return the first model named on the command line; None: there is none."""
+        if not self._given:
+            return None
         models = await asyncio.to_thread(self._runnable)
-        return next((model for path in self._given[:1] for model in models if model.is_at(path)), None)
+        return next((model for model in models if model.is_at(self._given[0])), None)
 
     async def only(self) -> LocalModel | None:
         """Return the only model here; None: there are several."""
-        models = await asyncio.to_thread(self._runnable)
+        models = await asyncio.to_thread(lambda: list(islice(self._each(), 2)))
         return models[0] if len(models) == 1 else None
 
     async def card(self, model: LocalModel) -> dict[str, Any]:
@@ -112,10 +108,10 @@ class ModelNames:
         if stamp is None:
             raise _gone(model)
         async with self._describing:
-            if stamp not in self._cards:
+            if self._cards.is_due(stamp):
                 cards = await in_daemon_thread(lambda: list(read_each([Card(model.path)])))
-                self._cards[stamp] = cards[0]
-        card = self._cards[stamp]
+                self._cards.keep(stamp, cards[0])
+        card = self._cards.get(stamp)
         if "error" in card or await asyncio.to_thread(lambda: model.projector) is None:
             return card
         return card | {"capabilities": [*card["capabilities"], "vision"]}
@@ -154,7 +150,7 @@ class ModelNames:
         A GGUF that no list has read yet is not read: nearly all of them can run.
         """
         stamp = _stamp(model.path)
-        if model.format == "gguf" and stamp not in self._known:
+        if stamp is None or (model.format == "gguf" and self._known.is_due(stamp)):
             return
         for listed in await self.described([model]):
             if problem := listed.known.get("problem"):
@@ -164,18 +160,18 @@ class ModelNames:
         """Return the entries of models, without those whose file is gone."""
         async with self._describing:
             stamps = {model.path: stamp for model in models if (stamp := _stamp(model.path)) is not None}
-            unknown = [path for path, stamp in stamps.items() if stamp not in self._known]
-            if unknown:
-                described = await in_daemon_thread(lambda: _describe_all(unknown))
-                for path, description in zip(unknown, described, strict=False):
-                    self._known[stamps[path]] = description
+            due = self._known.due(stamps.values())
+            if due:
+                described = await in_daemon_thread(lambda: _describe_all([stamp.path for stamp in due]))
+                for stamp, description in zip(due, described, strict=False):
+                    self._known.keep(stamp, description)
         seeing = await asyncio.to_thread(lambda: {model.path for model in models if model.projector})
         return [
             Listed(
                 model.name,
                 model.path,
                 stamp.mtime_ns // 10**9,
-                self._known.get(stamp, {}) | ({"pictures": True} if model.path in seeing else {}),
+                self._known.get(stamp) | ({"pictures": True} if model.path in seeing else {}),
                 model.names,
             )
             for model in models
@@ -183,11 +179,16 @@ class ModelNames:
         ]
 
     def _find(self, alias_or_name: str, paths: bool) -> LocalModel:
-        models, spellings = self._runnable(), self._spellings(alias_or_name)
+        models, spellings = list[LocalModel](), self._spellings(alias_or_name)
+        for model in self._each():
+            if model.is_called(spellings[0]) and not self._given_as(spellings[0]):
+                return _existing(model)  # no folder behind it is looked at
+            models.append(model)
         for called in spellings:
-            for path in self._given:
-                if called in (path.stem, path.name, str(path)):
-                    return _existing(next(model for model in models if model.is_at(path)))
+            for path in self._given_as(called):
+                for model in models:
+                    if model.is_at(path):
+                        return _existing(model)
             for model in models:
                 if model.is_called(called):
                     return _existing(model)
@@ -200,6 +201,10 @@ class ModelNames:
             reason = str(error)
             join = " " if reason.endswith("?") else "; "
             raise _not_found(f"{reason}{join}GET /v1/models lists the models that are here") from None
+
+    def _given_as(self, called: str) -> list[Path]:
+        """Return the files of the command line that a name leads to."""
+        return [path for path in self._given if called in (path.stem, path.name, str(path))]
 
     def _spellings(self, alias_or_name: str) -> tuple[str, str]:
         """Return the name of a model, for an alias that of its model, and the same without Ollama's tag."""
@@ -225,7 +230,12 @@ class ModelNames:
             yield model._replace(name=alias, known={**model.known, "alias_of": model.name})
 
     def _runnable(self) -> Sequence[LocalModel]:
-        return [model for model in installed(self._hub, self._given, self._folders) if runs_here(model)]
+        return list(self._each())
+
+    def _each(self) -> Iterator[LocalModel]:
+        for model in each_model(self._hub, self._given, self._folders, []):
+            if not model.is_superseded and runs_here(model):
+                yield model
 
 
 def remote_entry(model: RemoteModel, name: str) -> Listed:

@@ -83,6 +83,16 @@ def test_shards_read_as_one(spec: dict[str, Any], count: int, with_index: bool, 
                 assert ours.metadata == {"format": "np"} | {f"shard {i}": "yes" for i in range(count)}
 
 
+def test_what_macos_leaves_in_a_folder_is_no_shard(tmp_path: Path) -> None:
+    arrays = filled({"a": ((2,), "f4")}, 0)
+    for number in (1, 2):
+        path = tmp_path / shard_name(number, 2)
+        library_numpy.save_file({f"{name}{number}": array for name, array in arrays.items()}, path)
+        path.with_name(f"._{path.name}").write_bytes(b"\0\5\x16\7")
+    with open_safetensors(tmp_path) as model:
+        assert model.tensors.keys() == {"a1", "a2"}
+
+
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_every_type_of_the_format(tmp_path: Path, dtype: str) -> None:
     """Numpy writes only some of them; the library reads all."""

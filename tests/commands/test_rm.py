@@ -139,6 +139,17 @@ def test_a_cache_without_links(hub: Path) -> None:
     assert not (hub / "models--own--m").exists()
 
 
+def test_what_macos_left_is_removed_with_the_last_model(hub: Path) -> None:
+    snapshot = put(hub, QWEN, {"Qwen3-4B-Q4_K_M.gguf": b"a"} | README)
+    repository = snapshot.parents[1]
+    for folder in (repository, snapshot.parent, snapshot, repository / "blobs", repository / "refs"):
+        (folder / ".DS_Store").write_bytes(b"Bud1")
+    (snapshot / "._Qwen3-4B-Q4_K_M.gguf").write_bytes(b"\0\5\x16\7")
+    (repository / "blobs" / "._0123.part").write_bytes(b"\0\5\x16\7")
+    rm("qwen3:4b")
+    assert not repository.exists()
+
+
 def test_broken_links_do_not_block_it(hub: Path) -> None:
     """The hub client's own scan skips such a repository."""
     snapshot = put(hub, "own/m", {"m-Q8_0.gguf": b"a", "m-Q4_0.gguf": b"b"})

@@ -10,9 +10,10 @@ import pytest
 
 from edgelm.base.errors import ModelError
 from edgelm.library import scan as scan_module
+from edgelm.library.hub_cache import all_unfinished
 from edgelm.library.local import find_local, require_gguf
 from edgelm.library.scan import LocalModel, forget_use, installed, last_use, note_use, scan
-from tests.library.hub_folders import FIRST, SECOND, put
+from tests.library.hub_folders import FIRST, SECOND, put, put_part
 
 MANY = 1000
 QWEN = "Qwen/Qwen3-4B-GGUF"
@@ -222,6 +223,34 @@ def test_a_cache_in_any_state(hub: Path, tmp_path: Path) -> None:
         assert model.name.isprintable()
         assert model.name.encode()
         assert find_local(model.name, hub) == model
+
+
+def leave_macos_files(folder: Path) -> None:
+    """Leave what macOS leaves in a folder and those below it, on a disk such as exFAT."""
+    for parent, _, names in [*os.walk(folder)]:
+        Path(parent, ".DS_Store").write_bytes(b"Bud1")
+        for name in names:
+            Path(parent, f"._{name}").write_bytes(b"\0\5\x16\7")
+
+
+def test_what_macos_leaves_beside_models_hides_none(hub: Path, tmp_path: Path) -> None:
+    put(hub, "Qwen/Qwen3-4B-GGUF", {"Qwen3-4B-Q4_K_M.gguf": b"a", "mmproj-F16.gguf": b"p"}, links=False)
+    put(hub, "own/folder", {"config.json": b"{}", "model.safetensors": b"w"}, links=False)
+    put_part(hub, "own/part", b"half")
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    for name in ("a-Q4_0.gguf", "mmproj-a.gguf"):
+        (mine / name).write_bytes(name.encode())
+    before, parts = scan(hub, folders=[mine]), all_unfinished(hub)
+    projectors = [model.projector for model in before.models]
+    leave_macos_files(hub)
+    leave_macos_files(mine)
+    (mine / "._mmproj-a-F16.gguf").write_bytes(b"")
+    after = scan(hub, folders=[mine])
+    assert after == before
+    assert [model.projector for model in after.models] == projectors
+    assert find_local("qwen3:4b", hub).name == "qwen3:4b"
+    assert all_unfinished(hub) == parts
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

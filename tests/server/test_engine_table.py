@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,19 +11,20 @@ import pytest
 
 from edgelm.base.errors import EngineError, GpuLoadError, ModelError, StillLoadingError
 from edgelm.base.workers.messages import Footprint
-from edgelm.library.scan import LocalModel
+from edgelm.library.scan import LocalModel, installed
 from edgelm.server.engines import slots as engine_slot
 from edgelm.server.engines.slots import EngineSlot
 from edgelm.server.engines.table import EngineTable
+from tests.library.hub_folders import FIRST, SECOND, put
 from tests.server.fake_engines import LONG_S, FakeHost, FakeProcess, Launches, until
 
 MODEL = LocalModel("fake", Path("/fake.gguf"))
 OTHER = LocalModel("other", Path("/other.gguf"))
 
 
-async def ask(table: EngineTable) -> FakeProcess:
+async def ask(table: EngineTable, model: LocalModel = MODEL, keep_alive_s: float | None = None) -> FakeProcess:
     """Return the engine that a request gets."""
-    async with table.lease(MODEL) as slot:
+    async with table.lease(model, keep_alive_s) as slot:
         process = await slot.ready(LONG_S)
         assert isinstance(process, FakeProcess)
         return process
@@ -193,6 +195,76 @@ async def test_an_engine_whose_file_was_replaced_is_started_again_without_a_paus
         process.load()
         assert await asking is process
         process.change = "replaced"
+
+
+def pulled(hub: Path, revision: str, **files: bytes) -> LocalModel:
+    """Return the model o/m:Q4_0 after a pull of a revision with these files."""
+    put(hub, "o/m", {f"{name}.gguf": data for name, data in files.items()}, revision=revision)
+    return next(model for model in installed(hub) if model.name == "o/m:Q4_0")
+
+
+@pytest.mark.parametrize("file", ["m-Q4_0", "m-Q4_0-00001-of-00002"])
+async def test_a_model_that_was_pulled_again_keeps_its_engine(
+    table: EngineTable, launches: Launches, tmp_path: Path, file: str
+) -> None:
+    """A commit of the README alone gives the same bytes another path."""
+    files = {file: b"1", file.replace("00001", "00002", 1): b"2"}
+    before = pulled(tmp_path, FIRST, **files)
+    asking = asyncio.create_task(ask(table, before, math.inf))
+    (await launches.number(1)).load()
+    first = await asking
+    after = pulled(tmp_path, SECOND, **files)
+    assert after.path != before.path
+    assert await asyncio.gather(*(ask(table, after) for _ in range(3))) == [first] * 3
+    [slot] = table.all_slots()
+    assert slot.pinned
+    assert slot.model is after, "after a crash it is started from there"
+
+
+@pytest.mark.parametrize("files", [{"m-Q4_0": b"2"}, {"m-Q4_0": b"1", "mmproj": b"p"}])
+async def test_a_newer_model_takes_the_place_of_the_one_that_is_loaded(
+    launches: Launches, tmp_path: Path, files: dict[str, bytes]
+) -> None:
+    """There is memory for one of them, and the first is pinned."""
+    host = FakeHost(total=1, sizes={"o/m:Q4_0": 1})
+    async with asyncio.timeout(LONG_S), EngineTable(launches, host) as table:
+        async with table.lease(pulled(tmp_path, FIRST, **{"m-Q4_0": b"1"}), math.inf) as old:
+            first = await launches.number(1)
+            first.load()
+            assert await old.ready(LONG_S) is first
+            host.taken[first.pid] = 1
+            first.on_end = host.taken.clear
+            after = pulled(tmp_path, SECOND, **files)
+            asking = [asyncio.create_task(ask(table, after)) for _ in range(3)]
+            await until(lambda: after.path in table.slots and table.slots[after.path].leases == 3)
+            assert not first.closed, "an answer uses it"
+        second = await launches.number(2)
+        assert first.closed
+        second.load()
+        assert await asyncio.gather(*asking) == [second] * 3
+        [slot] = table.all_slots()
+        assert slot.pinned
+
+
+async def test_files_of_one_name_that_are_named_by_their_paths_are_two_models(
+    table: EngineTable, launches: Launches
+) -> None:
+    paths = Path("/a/fake.gguf"), Path("/b/fake.gguf")
+    for number, path in enumerate(paths, 1):
+        asking = asyncio.create_task(ask(table, LocalModel("fake", path)))
+        (await launches.number(number)).load()
+        await asking
+    assert [*table.slots] == [*paths]
+
+
+async def test_a_model_that_was_pulled_again_is_released_by_its_name(
+    table: EngineTable, launches: Launches, tmp_path: Path
+) -> None:
+    asking = asyncio.create_task(ask(table, pulled(tmp_path, FIRST, **{"m-Q4_0": b"1"}), math.inf))
+    (await launches.number(1)).load()
+    first = await asking
+    assert table.release(pulled(tmp_path, SECOND, **{"m-Q4_0": b"2"}))
+    await until(lambda: first.closed)
 
 
 async def test_an_engine_that_dies_while_its_file_is_looked_at(table: EngineTable, launches: Launches) -> None:

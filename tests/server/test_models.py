@@ -21,6 +21,7 @@ from edgelm.library import local, scan
 from edgelm.library.local import find_local
 from edgelm.library.readers import Describe, read_each
 from edgelm.library.scan import installed
+from edgelm.server import documents
 from edgelm.server import models as module
 from edgelm.server.api.errors import ApiError
 from edgelm.server.models import ModelNames
@@ -118,6 +119,51 @@ async def test_what_a_client_may_call_a_model(tmp_path: Path, hub: Path) -> None
             await names.find(name, paths=paths)
         assert caught.value.status == 404
         assert caught.value.body["error"]["code"] == "model_not_found"
+
+
+@pytest.fixture
+def read_folders(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Return the list of folders of one's own that are read."""
+    folders: list[Path] = []
+    real = scan.names_in
+
+    def names_in(folder: Path, problems: list[str]) -> list[str]:
+        folders.append(folder)
+        return real(folder, problems)
+
+    monkeypatch.setattr(scan, "names_in", names_in)
+    return folders
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+async def test_a_name_is_looked_up_in_no_folder_behind_the_first_that_has_it(
+    tmp_path: Path, hub: Path, read_folders: list[Path], is_given: bool
+) -> None:
+    """The disk of a later one may be a network drive that sleeps."""
+    local, remote = touch(tmp_path / "local" / "mine.gguf"), touch(tmp_path / "remote" / "mine.gguf")
+    plain = next((hub / "models--Two--a--b").glob("snapshots/*/plain.gguf"))
+    names = ModelNames(hub, [plain] if is_given else [], folders=[local.parent, remote.parent])
+    assert (await names.find("Two/a--b:plain")).path == plain
+    assert read_folders == []
+    assert await names.only() is None
+    assert (await names.first_given() is None) == (not is_given)
+    read_folders.clear()
+    assert (await names.find("mine")).path == local
+    assert read_folders == [local.parent]
+    assert (await names.find("mine:latest")).path == local
+    assert (await names.find(str(remote))).path == remote, "the later one of a name has its path as its name"
+
+
+async def test_a_given_model_that_was_pulled_again_is_known_by_its_name_in_the_library(tmp_path: Path) -> None:
+    name = "m-Q4_0.gguf"
+    old = put(tmp_path, "o/m", {name: b"old"}, revision=OLD) / name
+    names = ModelNames(tmp_path, [old])
+    new = put(tmp_path, "o/m", {name: b"new"}, revision=NEW) / name
+    async with asyncio.timeout(LIMIT_S):
+        assert (await names.find("o/m:Q4_0")).path == new
+        with pytest.raises(ApiError, match="GET /v1/models lists the models that are here"):
+            await names.find("m-Q4_0")
+        assert await names.first_given() is None
 
 
 @pytest.mark.parametrize("form", ["..", "link", "folder", "hard", "relative", "root"])
@@ -239,6 +285,22 @@ async def test_the_list_says_what_each_is_and_asks_once(tmp_path: Path, monkeypa
         assert asked == [[good, bad], [bad]]
         good.unlink()
         assert [model.name for model in await names.list()] == ["bad"]
+
+
+async def test_a_reader_that_died_hides_a_model_for_a_while_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ModelNames(None, [write_tiny(tmp_path / "m.gguf", context=256)])
+    model = await names.find("m")
+    async with asyncio.timeout(LIMIT_S):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "read_each", partial(read_each, module="no.such.module"))
+            patch.setattr(documents, "RETRY_S", 0.0)
+            assert "failed" in (await names.list())[0].known["error"]
+            assert "failed" in (await names.card(model))["error"]
+            await names.require_engine(model)
+        assert (await names.list())[0].known["context"] == 256
+        assert (await names.card(model))["context"] == 256
 
 
 async def test_what_no_engine_can_run_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

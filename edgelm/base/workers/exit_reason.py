@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from edgelm.base.errors import EngineError
+from edgelm.base.macos_files import is_macos_file
 from edgelm.base.workers.parent import Exit
 
 PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?P<suffix>\.gguf|\.safetensors)", re.DOTALL)
@@ -70,7 +71,9 @@ def _files(path: Path) -> list[Path]:
         names = (f"{match['stem']}-{i + 1:05d}-of-{count:05d}{match['suffix']}" for i in range(count))
         return [path.with_name(name) for name in names]
     try:
-        return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        if not path.is_dir():
+            return [path]
+        return sorted(part for part in path.glob("*.safetensors") if not is_macos_file(part.name))
     except OSError:
         return [path]
 

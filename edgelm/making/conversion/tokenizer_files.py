@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from edgelm.base.errors import ModelError
+from edgelm.base.macos_files import is_macos_file
 from edgelm.checkpoints.config_json import CONFIG
 from edgelm.checkpoints.files import DOWNLOAD, map_file, shown
 from edgelm.checkpoints.json_scan import read_json
@@ -70,7 +71,11 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
 def tokenizer_paths(folder: Path) -> list[Path]:
     """Return the files of a folder that are read here."""
     paths = [folder / name for name in NAMES]
-    return [path for path in (*paths, *sorted((folder / EXTRA_TEMPLATES).glob("*.jinja"))) if path.is_file()]
+    return [path for path in (*paths, *_extra_templates(folder)) if path.is_file()]
+
+
+def _extra_templates(folder: Path) -> list[Path]:
+    return sorted(path for path in (folder / EXTRA_TEMPLATES).glob("*.jinja") if not is_macos_file(path.name))
 
 
 def damaged(reason: str) -> ModelError:
@@ -83,8 +88,7 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, s
     own = folder / TEMPLATE
     if file_exists(own):
         yield "default", _text(own)
-        extra = folder / EXTRA_TEMPLATES
-        for path in sorted(extra.glob("*.jinja")) if extra.is_dir() else ():
+        for path in _extra_templates(folder):
             yield path.stem, _text(path)
         return
     template = _optional(folder / OLD_TEMPLATE).get("chat_template") or config.get("chat_template")

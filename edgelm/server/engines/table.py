@@ -74,6 +74,8 @@ class EngineTable:
         Infinity pins it: it makes no room for others. None: as an earlier request or the settings say.
         Raises EngineError.
         """
+        if (before := self._elsewhere(model)) is not None:
+            await self._follow(before, model)
         slot = self._slot(model)
         with slot.lease(keep_alive_s):
             yield slot
@@ -95,7 +97,7 @@ class EngineTable:
 
     def release(self, model: LocalModel, keep_alive_s: float = 0.0) -> bool:
         """Let an engine end so many seconds after its last request; return whether there is one."""
-        slot = self.slots.get(model.path)
+        slot = self.slots.get(model.path) or self._elsewhere(model)
         if slot is not None:
             slot.keep_for(keep_alive_s)
         return slot is not None
@@ -166,6 +168,32 @@ class EngineTable:
                 pinned=own == math.inf,
             )
         return slot
+
+    def _elsewhere(self, model: LocalModel) -> EngineSlot | None:
+        """Return the slot that a model's name led to before its path changed, as in a revision that was pulled since.
+
+        Files that are named by their paths may have one name and are two models.
+        """
+        if model.path in self.slots or model.place == "given":
+            return None
+        named = (slot for slot in self.slots.values() if slot.model.name == model.name)
+        return next((slot for slot in named if slot.model.place == model.place), None)
+
+    async def _follow(self, slot: EngineSlot, model: LocalModel) -> None:
+        """Let an engine go on at its model's new path; one of other bytes ends, and the next is kept as long."""
+        is_same = await asyncio.to_thread(model.has_bytes_of, slot.model)
+        if self.slots.get(slot.model.path) is not slot or model.path in self.slots:
+            return  # it ends, or another request was faster
+        if is_same:
+            self.slots[model.path] = self.slots.pop(slot.model.path)
+            slot.model = model
+            return
+        log.info("%s was pulled again: it is loaded again", model.name)
+        self._drain(slot)
+        after = self._slot(model)
+        after.keep_alive_s, after.pinned = slot.keep_alive_s, slot.pinned
+        slot.pinned = False  # its memory is counted on for the next one
+        self._changed()
 
     def _changed(self) -> None:
         self.memory.changed()

@@ -43,6 +43,13 @@ CHANGES: list[tuple[Callable[[Path], object], bool, bool, bool]] = [
 ]
 
 
+def test_what_macos_writes_beside_a_weight_file_is_no_change(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    files = ModelFiles(tmp_path)
+    (tmp_path / "._model.safetensors").write_bytes(b"attributes")
+    assert not files.replaced()
+
+
 @pytest.mark.parametrize(("change", "rewritten", "replaced", "changed"), CHANGES)
 @pytest.mark.parametrize(
     ("names", "opened"),

@@ -16,7 +16,7 @@ from edgelm.backends.llama.api import start_backend
 from edgelm.backends.llama.tokenizer import LlamaTokenizer
 from edgelm.base.errors import ModelError
 from edgelm.checkpoints.gguf import open_gguf
-from edgelm.making.conversion.tokenizer_files import read_tokenizer_files
+from edgelm.making.conversion.tokenizer_files import read_tokenizer_files, tokenizer_paths
 from edgelm.making.conversion.vocabulary import Vocabulary, read_vocabulary, write_vocabulary_keys
 from tests.counts import Count
 from tests.making.conversion.folders import TEMPLATE, VOCAB, pieces_file, write_letters, write_pieces
@@ -136,6 +136,17 @@ def test_several_templates_keep_their_names(tmp_path: Path) -> None:
     assert keys["tokenizer.chat_template"] == "d"
     assert keys["tokenizer.chat_template.tool_use"] == "t"
     assert keys["tokenizer.chat_templates"] == ["tool_use"]
+
+
+def test_templates_in_files_of_their_own(tmp_path: Path) -> None:
+    write_pieces(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("own")
+    extra = tmp_path / "additional_chat_templates"
+    extra.mkdir()
+    (extra / "rag.jinja").write_text("r")
+    (extra / "._rag.jinja").write_bytes(b"\0\5\x16\7\xff")  # of macOS
+    assert read_tokenizer_files(tmp_path).templates == {"default": "own", "rag": "r"}
+    assert [path.name for path in tokenizer_paths(tmp_path) if path.parent == extra] == ["rag.jinja"]
 
 
 @pytest.mark.parametrize("name", with_vocabulary(REAL)[:NUM_REAL])
