@@ -37,6 +37,7 @@ from edgelm.server.protocol import LimitedProtocol, raise_file_limit
 from edgelm.server.remotes.models import Remotes
 from edgelm.server.stored import ResponseStore
 from edgelm.server.tls import Tls, read_tls
+from edgelm.server.upkeep import Upkeep
 
 RESPONSES_FILE = "responses.sqlite"
 GRACE_S = 3  # for open responses when the front ends
@@ -101,11 +102,14 @@ def serve(
         secret, ollama = of_user.secret if keys else "", "".join(more)
         record = FrontRecord(os.getpid(), address, secret, certificate, of, config.library, ollama)
         stack.enter_context(announced(places.runtime, record))
+        upkeep = Upkeep(places.runtime, record)
         launcher = Launcher(config, sockets, verbose=options.verbose)
         rules = _rules(settings, Keys([*keys, of_user]) if keys else Keys(), tls)
         make_front = _front_maker(address, config, options, remotes, stack)
         ready = partial(announce, record)
-        running = _serve(config, launcher, make_front, rules, listeners, tls, options, ready, on_saving, remotes)
+        running = _serve(
+            config, launcher, make_front, rules, listeners, tls, options, ready, on_saving, remotes, upkeep
+        )
         ended_by = asyncio.run(running)
     if ended_by == signal.SIGINT:
         raise KeyboardInterrupt
@@ -139,6 +143,7 @@ async def _serve(
     announce: Callable[[], None],
     on_saving: Callable[[int], None],
     remotes: Remotes,
+    upkeep: Upkeep,
 ) -> int | None:
     """Serve; return the signal that ended it."""
     loop, settings = asyncio.get_running_loop(), config.settings
@@ -168,11 +173,12 @@ async def _serve(
             watch.add_done_callback(lambda done: None if done.cancelled() else ending.begin())
         announce()
         gc.freeze()  # full collections look at what requests make only
-        beginning = loop.create_task(launcher.begin())
+        beside = [loop.create_task(launcher.begin()), loop.create_task(upkeep.run())]
         try:
             await server.serve(sockets=listeners)
         finally:
-            beginning.cancel()
+            for task in beside:
+                task.cancel()
             launcher.end_begun()
         await ending.finish()
     return ending.signal
