@@ -57,7 +57,7 @@ def _identity(file: Path) -> tuple[int, ...]:
 class Renewal:
     """What is made again where it has to be: a certificate of our own. Each failure is told once."""
 
-    renew: Callable[[], None]  # raises EdgeLMError
+    renew: Callable[[], None]  # raises EdgeLMError, OSError
     _problem: str = ""
 
     def check(self) -> None:
@@ -65,7 +65,7 @@ class Renewal:
         before, self._problem = self._problem, ""
         try:
             self.renew()
-        except EdgeLMError as error:
+        except (EdgeLMError, OSError) as error:
             self._problem = str(error)
         if self._problem not in ("", before):
             log.warning("warning: %s", self._problem)
