@@ -39,7 +39,6 @@ from edgelm.tui.transcript.passages import one_line
 NUM_SENT = 500  # earlier messages for the Up key
 NUM_HITS = (100, 400, 1600)  # limits of a search; the next one is tried where a tag leaves fewer than ENOUGH_HITS
 ENOUGH_HITS = 30
-TRASH_DAYS = 30
 MAX_RECENT = 5  # paths of models
 COMPARED = ("title", "system", "model", "sampling", "knowledge", "preset", "tools", "deleted")  # with a chat as saved
 
@@ -113,8 +112,7 @@ class Workspace:
 
         It waits until the file can be opened. Raises ChatsError.
         """
-        before = time.time() - TRASH_DAYS * 86_400
-        self.store.write(lambda store: store.purge(before))
+        self.store.write(Store.empty_trash)
         chats, sent, settings = await asyncio.wrap_future(
             self.store.read(lambda store: (store.chats(), store.prompts(NUM_SENT), store.settings()))
         )
@@ -300,8 +298,14 @@ class Workspace:
         """Stop the answer of a chat and put the chat into the trash."""
         await self.answers.end(chat_id)
         self.change_chat(chat_id, deleted=time.time())
+        self.store.write(Store.empty_trash)
         self.chats.pop(chat_id, None)
         self.deleted.append(chat_id)
+
+    async def trash(self) -> list[Chat]:
+        """Return the chats in the trash; remove those that are too old. Raises ChatsError."""
+        self.store.write(Store.empty_trash)
+        return await self.read(Store.deleted_chats)
 
     async def restore_chat(self, chat_id: int) -> bool:
         """Take a chat out of the trash and open it; return False if it is gone. Raises EdgeLMError."""

@@ -119,16 +119,30 @@ def announced(runtime: Path, record: FrontRecord) -> Iterator[None]:
     for stale in runtime.glob(MORE_FILES):
         if _read(stale) is None:
             _remove(stale)
-    file = runtime / (FILE if _read(runtime / FILE) is None else MORE_FILES.replace("*", str(record.pid)))
-    document = {name: value for name, value in record._asdict().items() if value}
-    atomic_json(file, document)  # mode 0600; on a full disk the front runs, but is not found
+    announce(runtime, record)
     if not _is_ours(runtime):
         log.warning("no chat or command will find this server: %s is a link, or others may write to it", runtime)
     try:
         yield
     finally:
-        if _read(file) == record:
-            _remove(file)
+        for file in _files(runtime, record):
+            if _read(file) == record:
+                _remove(file)
+
+
+def announce(runtime: Path, record: FrontRecord) -> None:
+    """Record this front, unless its file is there: a cleaner of temporary folders or a log-out may have removed it."""
+    first, own = _files(runtime, record)
+    if record in (_read(first), _read(own)):
+        return
+    document = {name: value for name, value in record._asdict().items() if value}
+    # Mode 0600. On a full disk the front runs, but is not found.
+    atomic_json(first if _read(first) is None else own, document)
+
+
+def _files(runtime: Path, record: FrontRecord) -> tuple[Path, Path]:
+    """Return the files that may have the record of a front: the one of the first front, and its own."""
+    return runtime / FILE, runtime / MORE_FILES.replace("*", str(record.pid))
 
 
 def note_agent(runtime: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -40,6 +41,7 @@ from edgelm.chats.unsent import is_left, own_name
 PAGE_BYTES = 2048  # of a new file: what a second of streamed text writes; SQLite's own 4096 cost twice that
 MAX_REPACKED_BYTES = 64 * 2**20  # of an older file: about a second of a slow disk
 PIECE_CHARS = 1000  # a new piece costs two pages, a longer one costs them all again
+TRASH_DAYS = 30
 BUSY_MS = 250  # the chat retries; a longer wait here would only block it
 
 _ATTACHMENT_OF = ", ".join(f"attachment.{column}" for column in ATTACHMENT_COLUMNS.split(", "))
@@ -224,6 +226,12 @@ class Store:
         """Remove the chats that were deleted before a time, for good; return their number."""
         with self._translated():
             return self._db.execute("DELETE FROM chat WHERE deleted < ?", (before,)).rowcount
+
+    def empty_trash(self) -> None:
+        """Remove the chats that have been in the trash for more than TRASH_DAYS, for good."""
+        before = time.time() - TRASH_DAYS * 86_400
+        if self._rows("SELECT 1 FROM chat WHERE deleted < ? LIMIT 1", before):  # to read waits for no other program
+            self.purge(before)
 
     def _chats(self, condition: str, order: str = "changed") -> list[Chat]:
         rows = self._rows(f"SELECT {CHAT_COLUMNS} FROM chat WHERE {condition} ORDER BY {order} DESC, id DESC")

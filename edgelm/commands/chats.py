@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +26,7 @@ from edgelm.chats.formats import FORMATS, Format
 from edgelm.chats.handles import find_chat, handle, short_handles
 from edgelm.chats.history import Chat, Hit, Tree
 from edgelm.chats.printable import printable
-from edgelm.chats.store import Store
+from edgelm.chats.store import ChatsError, Store
 from edgelm.commands.flags import Json, Yes
 from edgelm.commands.job import reader_may_leave
 from edgelm.commands.list import plain_console
@@ -45,9 +45,11 @@ Limit = Annotated[
 
 @contextmanager
 def open_store() -> Iterator[Store]:
-    """Open the file of the chats. Raises EdgeLMError."""
+    """Open the file of the chats; empty the trash of what is old. Raises EdgeLMError."""
     store = Store(load_config({}).places.data / "chats.db", busy_ms=BUSY_MS)
     try:
+        with suppress(ChatsError):  # of a file that cannot be written now: what reads it does its work
+            store.empty_trash()
         yield store
     finally:
         store.close()

@@ -60,8 +60,12 @@ def start_server(
     as_json: bool = False,
     verbose: bool = False,
     say: Callable[[FrontRecord], None] | None = None,
+    renew: Callable[[], None] | None = None,
 ) -> None:
-    """Serve until interrupted; `say` prints another line than ours when the server listens. Raises EdgeLMError."""
+    """Serve until interrupted; `say` prints another line than ours when the server listens. Raises EdgeLMError.
+
+    `renew` makes the certificate again where it has to be, while the server runs.
+    """
     listener = inherited_listener()  # first: no child may take its variables
     config = load_config(flags)
     _log_to_stderr(config.settings.log_format, verbose=verbose)
@@ -98,6 +102,7 @@ def start_server(
         until_unused=until_unused,
         verbose=verbose,
         listener=listener,
+        renew=renew,
     )
     serve(config, options, announce, on_saving)
 

@@ -5,6 +5,7 @@ Owns the key and the certificate that it makes where the settings have none, and
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 import socket
@@ -30,7 +31,9 @@ from edgelm.library.names import shown
 from edgelm.library.scan import installed
 from edgelm.server.access import is_loopback
 from edgelm.server.keys import Key, read_key_file
-from edgelm.server.own_certificates import OwnCertificates
+from edgelm.server.own_certificates import NotRenewedError, OwnCertificates
+
+log = logging.getLogger(__name__)
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - with a key and TLS only
 SOMEWHERE = ("192.0.2.1", 9)  # of RFC 5737: no packet is sent there
@@ -59,7 +62,10 @@ def share_models(
         raise UsageError(message, "put the key into a file, and give --api-key-file FILE")
     if config.sources["host"] == "default":
         own["host"] = EVERYWHERE
-    addresses = _addresses(str(own.get("host") or settings.host))
+    host = str(own.get("host") or settings.host)
+    addresses = _addresses(host)
+    if not addresses:
+        raise EdgeLMError("this machine is in no network", "connect it, or give --host ADDRESS")
     key_file = Path(settings.api_key_file).expanduser() if settings.api_key_file else folder / "keys.txt"
     if settings.api_key_file is None:
         own["api_key_file"] = str(key_file)
@@ -67,9 +73,16 @@ def share_models(
     keys = read_key_file(key_file)
     key = _key_to_show(keys, key_file) if with_key else ""
     trust = [f"certificate  {settings.tls_cert}, as it is configured"]
+    renew = None
     if settings.tls_cert is None:
         certificates = OwnCertificates(folder)
-        is_new = certificates.renew(socket.gethostname(), [*addresses, "127.0.0.1", "localhost", *_host_names()])
+        names = ["127.0.0.1", "localhost", *_host_names()]
+        try:
+            is_new = certificates.renew(socket.gethostname(), [*addresses, *names])
+        except NotRenewedError as error:
+            log.warning("warning: %s", error)
+            is_new = False
+        renew = partial(_renew, certificates, host, names)
         own |= {"tls_cert": str(certificates.server), "tls_key": str(certificates.key)}
         trust = [
             f"certificate  {certificates.authority} ({'new: ' if is_new else ''}clients have to trust it, once each)",
@@ -85,7 +98,18 @@ def share_models(
         "To trust the certificate on phones, Windows and others: docs/machines.md. curl: --cacert FILE",
     ]
     announce = partial(_announce, addresses=addresses, lines=lines, key=key, qr=qr)
-    start_server(models or [], own, verbose=verbose, say=announce)
+    start_server(models or [], own, verbose=verbose, say=announce, renew=renew)
+
+
+def _renew(certificates: OwnCertificates, host: str, names: list[str]) -> None:
+    """Make the certificate of a running server again if it ends soon or an address is new. Raises EdgeLMError.
+
+    The machine's names stay those of the start: another name may need a new authority, which no client trusts yet.
+    """
+    addresses = _addresses(host)
+    if addresses and certificates.renew(socket.gethostname(), [*addresses, *names]):
+        message = f"{certificates.authority} was made again: clients have to trust it, once each"
+        log.warning("warning: %s; SHA-256 %s", message, certificates.fingerprint)
 
 
 def _announce(front: FrontRecord, *, addresses: list[str], lines: list[str], key: str, qr: bool) -> None:
@@ -126,7 +150,7 @@ def _key_to_show(keys: list[Key], file: Path) -> str:
 
 
 def _addresses(host: str) -> list[str]:
-    """Return the addresses by which others reach a server that listens at `host`. Raises EdgeLMError."""
+    """Return the addresses by which others reach a server that listens at `host`; none: it is in no network."""
     if host not in (EVERYWHERE, "::"):
         return [host]
     found: dict[str, None] = {}
@@ -136,10 +160,7 @@ def _addresses(host: str) -> list[str]:
     with suppress(OSError):
         for *_, address in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET):
             found[str(address[0])] = None
-    addresses = [address for address in found if not is_loopback(address)]
-    if not addresses:
-        raise EdgeLMError("this machine is in no network", "connect it, or give --host ADDRESS")
-    return addresses
+    return [address for address in found if not is_loopback(address)]
 
 
 def _host_names() -> list[str]:

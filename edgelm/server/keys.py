@@ -57,6 +57,11 @@ class Keys:
     def __iter__(self) -> Iterator[Key]:
         return iter(self._keys)
 
+    def replace(self, keys: Iterable[Key]) -> bool:
+        """Accept these keys only, in requests that come from now on. Return whether they are others."""
+        before, self._keys = self._keys, tuple(keys)
+        return set(self._keys) != set(before)
+
     def find(self, headers: Mapping[str, str]) -> Key | None:
         """Return the key of a request's headers: `Authorization: Bearer KEY`, or `x-api-key: KEY`."""
         scheme, _, bearer = headers.get("authorization", "").partition(" ")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
-import logging
 import secrets
 import shutil
 import ssl
@@ -21,8 +20,6 @@ from pathlib import Path
 
 from edgelm.base.errors import EdgeLMError
 from edgelm.server.tls import Tls, read_tls, shown_to_client
-
-log = logging.getLogger(__name__)
 
 AUTHORITY_DAYS, SERVER_DAYS = 3650, 397  # Apple's devices refuse a server's certificate of more than 825 days
 DAY_S = 86_400
@@ -43,6 +40,10 @@ PRIVATE = [
     )
 ]
 NOT_PERMITTED = 47  # X509_V_ERR_PERMITTED_VIOLATION of OpenSSL: the authority may not sign for one of the names
+
+
+class NotRenewedError(EdgeLMError):
+    """The server's certificate cannot be made again, and serves for some days more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class OwnCertificates:
     def renew(self, host: str, names: Iterable[str]) -> bool:
         """Make the server's certificate for these names and addresses, unless there is a good one.
 
-        Return whether the authority is new too: clients have to trust it. Raises EdgeLMError.
+        Return whether the authority is new too: clients have to trust it. Raises NotRenewedError, EdgeLMError.
         """
         wanted = {name.lower() for name in names}
         if public := [name for name in wanted if _is_public(name)]:
@@ -94,8 +95,7 @@ class OwnCertificates:
                 if not tls:
                     raise
                 days = f"{left_s / DAY_S:.0f} days"
-                log.warning("warning: %s ends in %s and cannot be made again: %s", self.server, days, error)
-                return False
+                raise NotRenewedError(f"{self.server} ends in {days} and cannot be made again: {error}") from None
         except OSError as error:
             message = f"{self.folder} cannot be used: {error.strerror}"
             raise EdgeLMError(message, "make room, correct its owner, or set EDGELM_CONFIG_DIR") from None

@@ -112,6 +112,7 @@ class LimitedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._clear_limit()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # uvicorn leaves it where the client reset the connection
 
     def close(self) -> None:
         """Close the connection, which has no request."""

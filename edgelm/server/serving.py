@@ -10,7 +10,7 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,6 +37,7 @@ from edgelm.server.protocol import LimitedProtocol, raise_file_limit
 from edgelm.server.remotes.models import Remotes
 from edgelm.server.stored import ResponseStore
 from edgelm.server.tls import Tls, read_tls
+from edgelm.server.upkeep import ReadAgain, Renewal, Upkeep, certificate_files, key_file
 
 RESPONSES_FILE = "responses.sqlite"
 GRACE_S = 3  # for open responses when the front ends
@@ -60,6 +61,7 @@ class ServeOptions:
     until_unused: bool = False  # end when neither an agent nor a request used it for a while
     verbose: bool = False
     listener: socket.socket | None = None  # of a service manager, which has bound it
+    renew: Callable[[], None] | None = None  # of `edgelm share`: makes the certificate again where it has to be
 
 
 def serve(
@@ -101,11 +103,15 @@ def serve(
         secret, ollama = of_user.secret if keys else "", "".join(more)
         record = FrontRecord(os.getpid(), address, secret, certificate, of, config.library, ollama)
         stack.enter_context(announced(places.runtime, record))
+        accepted = Keys([*keys, of_user]) if keys else Keys()
+        upkeep = Upkeep(places.runtime, record, *_followed(settings, options, accepted, tls))
         launcher = Launcher(config, sockets, verbose=options.verbose)
-        rules = _rules(settings, Keys([*keys, of_user]) if keys else Keys(), tls)
+        rules = _rules(settings, accepted, tls)
         make_front = _front_maker(address, config, options, remotes, stack)
         ready = partial(announce, record)
-        running = _serve(config, launcher, make_front, rules, listeners, tls, options, ready, on_saving, remotes)
+        running = _serve(
+            config, launcher, make_front, rules, listeners, tls, options, ready, on_saving, remotes, upkeep
+        )
         ended_by = asyncio.run(running)
     if ended_by == signal.SIGINT:
         raise KeyboardInterrupt
@@ -139,6 +145,7 @@ async def _serve(
     announce: Callable[[], None],
     on_saving: Callable[[int], None],
     remotes: Remotes,
+    upkeep: Upkeep,
 ) -> int | None:
     """Serve; return the signal that ended it."""
     loop, settings = asyncio.get_running_loop(), config.settings
@@ -168,11 +175,12 @@ async def _serve(
             watch.add_done_callback(lambda done: None if done.cancelled() else ending.begin())
         announce()
         gc.freeze()  # full collections look at what requests make only
-        beginning = loop.create_task(launcher.begin())
+        beside = [loop.create_task(launcher.begin()), loop.create_task(upkeep.run())]
         try:
             await server.serve(sockets=listeners)
         finally:
-            beginning.cancel()
+            for task in beside:
+                task.cancel()
             launcher.end_begun()
         await ending.finish()
     return ending.signal
@@ -266,6 +274,17 @@ def _keys(settings: Settings, options: ServeOptions) -> list[Key]:
     if keys:
         log.info("keys: %s", ", ".join(key.label for key in keys))
     return keys
+
+
+def _followed(settings: Settings, options: ServeOptions, keys: Keys, tls: Tls | None) -> Iterator[Renewal | ReadAgain]:
+    """Yield what may change while the server runs."""
+    if options.renew is not None:
+        yield Renewal(options.renew)
+    if tls is not None:
+        yield certificate_files(tls)
+    if settings.api_key_file is not None:
+        others = [key for key in keys if key.admin is None or key.of_user]  # each key of a file has a mark
+        yield key_file(Path(settings.api_key_file).expanduser(), keys, others)
 
 
 def _tls(settings: Settings) -> Tls | None:

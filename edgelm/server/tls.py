@@ -22,9 +22,19 @@ class Tls:
 
     context: ssl.SSLContext
     certificate: Path
+    key: Path
     names: frozenset[str]  # DNS names and addresses of the certificate, in lower case, without wildcards
     warning: str  # why clients will refuse it; empty: its time is now
     ends_at: float  # in seconds since 1970
+
+    def replace_by(self, other: Tls) -> None:
+        """Show the certificate of `other` to connections that this context makes from now on."""
+
+        def show_other(connection: ssl.SSLObject, *_: object) -> None:
+            connection.context = other.context
+
+        # A context has a certificate for each kind of key: loaded into it, an RSA one would stand beside an old EC one.
+        self.context.sni_callback = show_other
 
 
 def read_tls(certificate: Path, key: Path | None) -> Tls:
@@ -61,7 +71,8 @@ def read_tls(certificate: Path, key: Path | None) -> Tls:
         warning = f"the certificate {certificate} has expired: clients will refuse it"
     elif time.time() < ssl.cert_time_to_seconds(shown["notBefore"]):
         warning = f"the certificate {certificate} is not valid yet: clients will refuse it"
-    return Tls(context, certificate, frozenset(name for name in names if "*" not in name), warning, ends_at)
+    public = frozenset(name for name in names if "*" not in name)
+    return Tls(context, certificate, key, public, warning, ends_at)
 
 
 def shown_to_client(server_context: ssl.SSLContext, client_context: ssl.SSLContext) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -22,7 +23,7 @@ from PIL import Image
 
 from edgelm.base.config import load_config
 from edgelm.base.errors import BusyError, EdgeLMError, EngineError, RequestError
-from edgelm.base.runtime import FrontRecord, announced, find_front, find_fronts
+from edgelm.base.runtime import FrontRecord, announce, announced, find_front, find_fronts
 from edgelm.base.workers import parent
 from edgelm.base.workers.messages import Serving
 from edgelm.base.workers.parent import Worker
@@ -676,6 +677,24 @@ def test_a_front_is_found_until_it_ends_while_others_come_and_go(tmp_path: Path)
         assert find_front(tmp_path) == second
     assert find_front(tmp_path) is None
     assert not list(tmp_path.iterdir())
+
+
+def test_a_front_whose_file_was_removed_is_recorded_again(tmp_path: Path) -> None:
+    """A cleaner of temporary folders removes old files; another front may come before this one writes its own again."""
+    first, second = (FrontRecord(pid, f"http://127.0.0.1:{pid}") for pid in (os.getpid(), os.getppid()))
+    runtime = tmp_path / "run"
+    with announced(runtime, first):
+        shutil.rmtree(runtime)
+        announce(runtime, first)
+        assert find_fronts(runtime) == [first]
+        assert not runtime.stat().st_mode & 0o077
+        (runtime / "front.json").unlink()
+        with announced(runtime, second):
+            for _ in range(2):
+                announce(runtime, first)
+                assert find_fronts(runtime) == [second, first]
+                assert len([*runtime.iterdir()]) == 2
+    assert not list(runtime.iterdir())
 
 
 SERVING = f"print({encode(Serving('http://127.0.0.1:5')).decode()!r}, end='', flush=True)"

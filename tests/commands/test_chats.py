@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def test_list(store: Store, edgelm: Edgelm) -> None:
     add(store, "Old \x1b[31mred", "one", changed=1e9, tags=("work",))
     add(store, "New", "two", pinned=True)
     add(store, "Kept", "three", archived=True)
-    add(store, "Gone", "four", deleted=5.0)
+    add(store, "Gone", "four", deleted=time.time() - 5.0)
     code, out, _ = edgelm("chats", "list")
     titles = [line.split("  ")[2].strip() for line in out.splitlines()[1:]]
     assert (code, titles) == (0, ["* New", "Old \ufffd[31mred"])
@@ -151,6 +152,30 @@ def test_delete_and_restore(store: Store, edgelm: Edgelm) -> None:
     assert edgelm("chats", "delete", "Two", "One", "--forever", "-y") == (0, "Two: deleted\nOne: deleted\n", "")
     assert store.chats() == store.deleted_chats() == []
     assert edgelm("chats", "restore", "One")[::2] == (1, "error: the trash is empty\n")
+
+
+def test_the_trash_is_emptied_after_30_days(store: Store, edgelm: Edgelm) -> None:
+    now = time.time()
+    for title, days in (("young", 29), ("old", 31)):
+        add(store, title, title, deleted=now - days * 86_400)
+    out = edgelm("chats", "list", "--deleted")[1]
+    assert ("young" in out, "old" in out) == (True, False)
+    assert [chat.title for chat in store.deleted_chats()] == ["young"]
+    add(store, "old", "it was deleted while no chat was open", deleted=now - 31 * 86_400)
+    assert edgelm("chats", "restore", "old")[0] == 1
+    assert store.chats() == []
+
+
+def test_chats_are_listed_while_the_trash_cannot_be_emptied(
+    store: Store, edgelm: Edgelm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chats, "BUSY_MS", 10)
+    add(store, "old", "old", deleted=time.time() - 31 * 86_400)
+    add(store, "here", "here")
+    with store.transaction():
+        store.put_setting("a", "writer")
+        assert "here" in edgelm("chats", "list")[1]
+    assert edgelm("chats", "list", "--deleted")[1] == ""
 
 
 def test_export_and_import_again(store: Store, edgelm: Edgelm, tmp_path: Path) -> None:

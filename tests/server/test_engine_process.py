@@ -174,6 +174,30 @@ async def test_an_engine_is_told_what_those_beside_it_have_of_the_gpu(
     assert held == [0, 7, 7, 0]
 
 
+async def test_an_engine_has_a_port_where_its_socket_has_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session's runtime folder is gone after its log-out, and only root can make it again."""
+    sockets: list[Path | None] = []
+    session = tmp_path / "session"
+
+    def start(_: object, job: ServeJob, *__: object, **___: object) -> Mock:
+        sockets.append(job.socket)
+        return Mock()
+
+    monkeypatch.setattr(machine, "facts", lambda *_, **__: machine.MachineFacts(canary="ok"))
+    monkeypatch.setattr(engine_process, "Worker", Mock())
+    monkeypatch.setattr(engine_process, "EngineProcess", start)
+    places = {"EDGELM_CACHE_DIR": str(tmp_path), "EDGELM_CONFIG_DIR": str(tmp_path)}
+    launch = Launcher(load_config({}, places), session / "engines")
+    model = LocalModel("x", tmp_path / "x.gguf")
+    session.write_text("here nobody can make a folder")
+    await launch(model, None)
+    session.unlink()  # the user logged in again
+    await launch(model, None)
+    assert sockets == [None, session / "engines" / "2.sock"]
+
+
 class Waiting:
     """A process without a model."""
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import json
 import logging
 import resource
+import socket
+import struct
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -178,6 +182,25 @@ async def test_an_answer_may_take_longer_than_every_limit() -> None:
         assert text.count(b"piece") == 5
         writer.write(GET)
         assert b"well" in await reader.readuntil(b"well"), "the connection is kept"
+
+
+async def test_nothing_stays_of_a_connection_that_is_reset() -> None:
+    """Proxies end idle connections so: each would keep its last request in memory for two minutes."""
+    async with serving() as port:
+        reader, writer = await port.connect(GET)
+        await reader.readuntil(b"well")
+        [connection] = port.server.server_state.connections
+        left = weakref.ref(connection)
+        del connection
+        assert left() is not None
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.close()
+        for _ in range(int(LIMIT_S / 2 / 0.01)):
+            gc.collect()
+            if left() is None:
+                break
+            await asyncio.sleep(0.01)
+        assert left() is None
 
 
 async def test_two_requests_sent_at_once_are_both_answered() -> None:

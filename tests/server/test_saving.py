@@ -18,6 +18,7 @@ import pytest
 from starlette.applications import Starlette
 
 from edgelm.base.config import load_config
+from edgelm.base.runtime import FrontRecord
 from edgelm.base.workers.parent import GRACE_S
 from edgelm.base.workers.wire import SAVING_S, Saving, encode
 from edgelm.commands import serve as command
@@ -31,6 +32,7 @@ from edgelm.server.engines.table import EngineTable
 from edgelm.server.listener import bind_tcp
 from edgelm.server.remotes.models import Remotes
 from edgelm.server.serving import ServeOptions
+from edgelm.server.upkeep import Upkeep
 from tests.server.fake_engines import LONG_S, FakeProcess, Launches, model_called, until
 from tests.server.harness import Front, processes_of, serving
 from tests.server.harness import until as wait_until
@@ -98,6 +100,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], async
             lambda: None,
             reports.append,
             Remotes(),
+            Upkeep(tmp_path, FrontRecord(os.getpid(), "http://127.0.0.1:1")),
         )
         ended = asyncio.create_task(serving)
         await until(lambda: bool(tables))

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from edgelm.base.config import load_config
+from edgelm.base.runtime import find_fronts
 from tests.commands.test_run import Edgelm
 from tests.server.harness import ENDLESS, LIMIT_S, Front, processes_of, serving, until
 from tests.server.impatient_front import KEPT_S
@@ -267,14 +268,23 @@ def test_ps_without_a_server_is_one_line(own: dict[str, str]) -> None:
     assert edgelm(own, "ps").stderr == done.stderr
 
 
-def test_an_engine_whose_socket_was_removed_is_replaced(own: dict[str, str], models: Path, tmp_path: Path) -> None:
+def test_a_front_whose_runtime_folder_was_removed_serves_and_is_found(
+    own: dict[str, str], models: Path, tmp_path: Path
+) -> None:
+    """A cleaner of temporary folders may do so, or a log-out and another log-in. Its engine is replaced."""
+    runtime = Path(own["EDGELM_RUNTIME_DIR"])
     with serving(own, models / "tiny.gguf", log=tmp_path / "log", module="tests.server.impatient_front") as front:
         front.chat()
         before = front.ps("tiny")["pid"]
-        shutil.rmtree(next(Path(own["EDGELM_RUNTIME_DIR"]).glob("engines-*")))
+        shutil.rmtree(runtime)
         time.sleep(2 * KEPT_S)  # until then a kept connection reaches it
         assert front.chat().status_code == 200
         assert front.ps("tiny")["pid"] != before
+        (record,) = until("the front is found again", lambda: find_fronts(runtime))
+        assert (record.pid, record.address) == (front.process.pid, front.address)
+        assert front.end() == 0
+        assert find_fronts(runtime) == []
+        assert not (runtime / "front.json").exists()
 
 
 def test_a_context_for_every_model_is_shortened_for_one_that_has_less(

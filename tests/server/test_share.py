@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import openai
@@ -25,9 +26,9 @@ import pytest
 from edgelm.base.errors import EdgeLMError
 from edgelm.base.runtime import FrontRecord
 from edgelm.commands import share
-from edgelm.commands.share import _addresses, _host_names, _make_key
+from edgelm.commands.share import _addresses, _host_names, _make_key, _renew
 from edgelm.server import own_certificates
-from edgelm.server.own_certificates import OwnCertificates
+from edgelm.server.own_certificates import NotRenewedError, OwnCertificates
 from edgelm.server.tls import read_tls
 from tests.server.harness import LIMIT_S, read_line
 from tests.server.test_serve import edgelm
@@ -249,7 +250,7 @@ def test_a_good_certificate_serves_without_openssl(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("fault", ["openssl", "folder"])
 def test_a_certificate_with_days_left_serves_where_it_cannot_be_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     own = OwnCertificates(tmp_path)
     own.renew("box", ["10.0.0.1", "box"])
@@ -258,11 +259,55 @@ def test_a_certificate_with_days_left_serves_where_it_cannot_be_made_again(
         monkeypatch.setattr(shutil, "which", lambda _: None)
     else:
         monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
-    assert not own.renew("box", ["10.0.0.1", "box"])
-    assert "cannot be made again" in caplog.text
-    assert "ends in 397 days" in caplog.text
-    with pytest.raises(EdgeLMError):
+    with pytest.raises(NotRenewedError, match="ends in 397 days and cannot be made again"):
+        own.renew("box", ["10.0.0.1", "box"])
+    with pytest.raises(EdgeLMError) as caught:
         own.renew("box", ["10.0.0.2", "box"])
+    assert not isinstance(caught.value, NotRenewedError)
+
+
+def test_a_certificate_with_days_left_is_shared_and_may_be_made_again_later(
+    config: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in config.items():
+        monkeypatch.setenv(name, value)
+    own = OwnCertificates(tmp_path / "config" / "share")
+    own.renew("box", ["127.0.0.1", "localhost", *_host_names()])
+    monkeypatch.setattr(own_certificates, "LEFT_S", 400 * 86_400)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    started: list[dict[str, Any]] = []
+    monkeypatch.setattr(share, "start_server", lambda *_, **options: started.append(options))
+    share.share_models([], flags={"host": "127.0.0.1"}, qr=False)
+    [line] = caplog.messages
+    assert line.startswith("warning: ")
+    assert "cannot be made again" in line
+    [options] = started
+    with pytest.raises(NotRenewedError):
+        options["renew"]()
+    monkeypatch.undo()
+    before = own.server.read_bytes()
+    monkeypatch.setattr(own_certificates, "LEFT_S", 400 * 86_400)
+    options["renew"]()
+    assert own.server.read_bytes() != before
+
+
+def test_a_running_server_follows_its_addresses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = OwnCertificates(tmp_path)
+    names = ["box", "localhost"]
+    own.renew("box", ["10.0.0.1", *names])
+    authority = own.authority.read_bytes()
+    found = ["192.168.1.5"]
+    monkeypatch.setattr(share, "_addresses", lambda _: found)
+    _renew(own, share.EVERYWHERE, names)
+    served = read_tls(own.server, own.key).names
+    assert served == {"192.168.1.5", *names}
+    found.clear()  # the network is away for a while
+    _renew(own, share.EVERYWHERE, names)
+    assert read_tls(own.server, own.key).names == served
+    assert own.authority.read_bytes() == authority
+    assert not caplog.text
 
 
 def refuse(*_: object, **__: object) -> bool:

@@ -16,7 +16,7 @@ from edgelm.base.errors import EdgeLMError
 from edgelm.base.runtime import trusting
 from edgelm.client.link import Link
 from edgelm.server.tls import read_tls
-from tests.server.harness import LIMIT_S, body, serving
+from tests.server.harness import LIMIT_S, body, serving, until
 from tests.server.test_serve import edgelm
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")
@@ -104,6 +104,37 @@ def test_a_front_speaks_https(own: dict[str, str], models: Path, tmp_path: Path,
         done = edgelm(own, "ps", "--json")
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["address"] == front.address
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+async def test_a_running_front_takes_renewed_files(own: dict[str, str], tmp_path: Path) -> None:
+    """And a chat that is connected meanwhile connects again."""
+    old, keys = make(tmp_path, "served"), tmp_path / "keys"
+    keys.touch(mode=0o600)
+    keys.write_text("old the-old-key\nsame the-same-key\n")
+    arguments = ("--tls-cert", old.certificate, "--tls-key", old.key, "--api-key-file", keys)
+
+    def status(key: str) -> int:
+        headers = {"authorization": f"Bearer {key}"}
+        try:
+            trust = trusting(old.certificate)
+            return httpx2.get(f"{front.address}/v1/models", headers=headers, verify=trust, trust_env=False).status_code
+        except httpx2.ConnectError:  # the certificate is another one
+            return 0
+
+    with serving(own, *arguments, log=tmp_path / "log", module="tests.server.impatient_front") as front:
+        assert [status(key) for key in ("the-old-key", "the-same-key", "the-new-key")] == [200, 200, 401]
+        link = Link(endpoint=None, api_key=None, runtime=Path(own["EDGELM_RUNTIME_DIR"]), log=tmp_path / "serve.log")
+        await link.models()
+        new = make(tmp_path, "renewed")
+        new.certificate.replace(old.certificate)
+        new.key.replace(old.key)
+        keys.write_text("new the-new-key\nsame the-same-key\n")
+        until("the new key is accepted", lambda: status("the-new-key") == 200)
+        assert [status(key) for key in ("the-old-key", "the-same-key")] == [401, 200]
+        await link.lost()
+        assert (await link.client()).address == front.address
+        await link.close()
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 

@@ -281,6 +281,20 @@ async def test_the_trash_is_listed_and_emptied_after_30_days(open_chat: Open, tm
         await chat.hears("no chat was deleted in the last 30 days")
 
 
+async def test_the_trash_of_a_chat_that_stays_open_is_emptied(open_chat: Open, tmp_path: Path) -> None:
+    fill(tmp_path, aged("here", 0))
+    async with open_chat() as chat:
+        await chat.ready()
+        fill(tmp_path, aged("old", 50, deleted=time.time() - 31 * DAY_S))  # as if it had been here for a month
+        await chat.ask("/trash")
+        await chat.hears("no chat was deleted in the last 30 days")
+        assert "old" not in saved(tmp_path)
+        fill(tmp_path, aged("old", 50, deleted=time.time() - 31 * DAY_S))
+        await chat.press("ctrl+f", "down", "delete")
+        await chat.sees("no chats yet")
+        await chat.until(lambda: "old" not in saved(tmp_path), "the old one is gone")
+
+
 async def test_a_change_keeps_what_another_window_wrote(open_chat: Open, tmp_path: Path) -> None:
     one = aged("one", 0)
     fill(tmp_path, one)

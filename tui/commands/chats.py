@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from edgelm.base.errors import RequestError
 from edgelm.chats.exports import export_chat, file_name, split_export
 from edgelm.chats.history import Chat, Tree
-from edgelm.chats.store import Store
+from edgelm.chats.store import TRASH_DAYS
 from edgelm.tui.chat_list import short_date
 from edgelm.tui.commands.face import Face, numbered
 from edgelm.tui.commands.messages import save_text
@@ -23,7 +23,6 @@ from edgelm.tui.lines import clean
 from edgelm.tui.screen_face import ScreenFace
 from edgelm.tui.tags import changed_tags, known_tags, with_marks
 from edgelm.tui.transcript.passages import one_line
-from edgelm.tui.workspace import TRASH_DAYS
 
 WIDTH = 80  # cells of a table in lines
 
@@ -207,7 +206,7 @@ async def trash(face: Face, argument: str) -> None:
         trashed = face.listed.get("trash", [])
         await _restore(face, int(numbered(trashed, argument, "deleted chat", "/trash lists them")))
         return
-    chats = await face.workspace.read(Store.deleted_chats)
+    chats = await face.workspace.trash()
     if not chats:
         face.tell(f"no chat was deleted in the last {TRASH_DAYS} days")
         return

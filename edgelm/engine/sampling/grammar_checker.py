@@ -52,7 +52,7 @@ class GrammarChecker:
                 await self._end(worker)
                 worker = None
             if worker is None:
-                worker = await in_daemon_thread(self._new_worker)
+                worker = await self._start_worker()
             answered = False
             try:
                 async with asyncio.timeout(self._limit_s):
@@ -79,6 +79,27 @@ class GrammarChecker:
         self._idle.clear()
         for worker in list(self._workers):
             await self._end(worker)
+
+    async def _start_worker(self) -> Worker:
+        """Start a process. Cancelling it leaves the process to the next check."""
+        starting = in_daemon_thread(self._new_worker)
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(self._keep)
+            raise
+
+    def _keep(self, starting: asyncio.Future[Worker]) -> None:
+        """Keep a process whose check was cancelled while it started, unless there are as many as can be used."""
+        if starting.exception() is not None:
+            return
+        worker = starting.result()
+        if self._closed or len(self._idle) >= MAX_WORKERS:
+            self._workers.discard(worker)
+            worker.kill()
+            in_daemon_thread(worker.close)
+        else:
+            self._idle.append(worker)
 
     def _new_worker(self) -> Worker:
         worker = Worker(WORKER, replies=(CheckedGrammar,), errors=(RequestError,), echo="")

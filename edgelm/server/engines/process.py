@@ -81,10 +81,6 @@ class Launcher:
         cuda_problem = self._cuda_problem_of(path, settings)
         if cuda_problem:
             log.warning("%s: CUDA is not used: %s", model.name, cuda_problem)
-        socket = None
-        if self._sockets is not None:
-            private_folder(self._sockets)  # a cleaner of temporary folders may have removed it
-            socket = self._sockets / f"{self._started}.sock"
         job = ServeJob(
             model=path,
             settings=settings,
@@ -94,7 +90,7 @@ class Launcher:
             prefixes=self._places.prefixes,
             drafts=True,
             key=secrets.token_urlsafe(32),
-            socket=socket,
+            socket=self._socket(),
             held_gpu_bytes=sum(held for process, held in self._gpu_bytes.items() if not process.exited),
             cuda_problem=cuda_problem,
         )
@@ -109,6 +105,17 @@ class Launcher:
         )
         self._gpu_bytes[process] = footprint.gpu_bytes if footprint else 0
         return process
+
+    def _socket(self) -> Path | None:
+        """Return the path of the next engine's socket; None: it listens at a port, since there is no folder for one."""
+        if self._sockets is None:
+            return None
+        try:
+            private_folder(self._sockets)  # a cleaner of temporary folders may have removed it
+        except EdgeLMError as error:  # a session's folder is gone after its log-out, and only root can make it
+            log.warning("an engine listens at a port of this machine alone: %s", error)
+            return None
+        return self._sockets / f"{self._started}.sock"
 
     def _worker(self, facts: machine.MachineFacts, name: str = "") -> Worker:
         flags, echo = (["-v"], name) if self._verbose else ([], None)

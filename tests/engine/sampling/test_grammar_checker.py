@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
@@ -11,8 +12,10 @@ import pytest_asyncio
 
 from edgelm.base.errors import EngineError, RequestError
 from edgelm.base.workers.grammars import CheckedGrammar, GrammarSpec
+from edgelm.base.workers.parent import Worker
 from edgelm.engine.sampling.grammar_checker import GrammarChecker
 
+LIMIT_S = 30.0
 GOOD = GrammarSpec("regex", "[ab]+")
 ENDLESS = GrammarSpec("json_schema", json.dumps({"type": "integer", "multipleOf": 99_999_989}))
 
@@ -73,6 +76,43 @@ async def test_a_cancelled_check_leaves_no_process(checker: GrammarChecker) -> N
         await task
     assert not checker._workers
     assert isinstance(await checker.check(GOOD), CheckedGrammar)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+async def test_a_process_whose_client_leaves_while_it_starts_is_used_or_ends(
+    monkeypatch: pytest.MonkeyPatch, closes: bool
+) -> None:
+    checker = GrammarChecker()
+    checker._idle.clear()  # as while the first process is in use
+    first = set(checker._workers)
+    may_start, new_worker = threading.Event(), checker._new_worker
+    started: list[Worker] = []
+
+    def start() -> Worker:
+        assert may_start.wait(LIMIT_S)
+        started.append(new_worker())
+        return started[-1]
+
+    monkeypatch.setattr(checker, "_new_worker", start)
+    for _ in range(3):  # one more than can be used
+        leaving = asyncio.create_task(checker.check(GOOD))
+        await asyncio.sleep(0)  # it begins
+        leaving.cancel()
+        await asyncio.wait({leaving})
+    if closes:
+        await checker.close()
+    may_start.set()
+    async with asyncio.timeout(LIMIT_S):
+        for _ in range(int(LIMIT_S / 0.01)):
+            kept = [worker for worker in started if not worker.exited]
+            if len(started) == 3 and len(kept) == (0 if closes else 2):
+                break
+            await asyncio.sleep(0.01)
+        assert set(kept) == set(checker._idle) == checker._workers - first
+        if not closes:
+            assert isinstance(await checker.check(GOOD), CheckedGrammar)
+            assert checker._workers - first == set(kept), "one of them was used"
+        await checker.close()
 
 
 async def test_closing_ends_checks_in_progress() -> None:
