@@ -14,7 +14,7 @@ from types import TracebackType
 
 import torch
 
-from edgelm.base.errors import DeviceError, EngineError, OutOfMemoryError
+from edgelm.base.errors import DeviceError, EdgeLMError, EngineError, OutOfMemoryError
 from edgelm.base.machine.gpu import driver_place
 from edgelm.kernels.choice import NoKernelError
 
@@ -66,6 +66,8 @@ TRY_AGAIN = "try again; if it happens again, use --engine llama"
 LESS = "lower --ctx or --parallel, or choose a smaller --kv"
 OTHER_PROGRAMS = "end other programs on it (nvidia-smi lists them)"  # loading has allocated what steps need
 NOT_COMPILED = "see `edgelm doctor`, or use --engine llama"
+COMPILER_ERRORS = (RuntimeError, OSError, ImportError, subprocess.SubprocessError)
+DAMAGED = "Triton Error [CUDA]: device kernel image is invalid"  # the driver takes no such binary
 
 
 @contextmanager
@@ -87,7 +89,10 @@ def gpu_errors(hint: str = "") -> Iterator[None]:
                 raise OutOfMemoryError("the memory of the GPU is used up", f"{OTHER_PROGRAMS}, {LESS}") from error
             raise OutOfMemoryError("the memory is used up", LESS) from error
         if _is_of_compiler(error):
-            raise DeviceError(f"the GPU's kernels cannot be compiled: {_line(error)}", NOT_COMPILED) from error
+            if isinstance(error, COMPILER_ERRORS) or _is_of_triton(type(error).__module__):
+                raise DeviceError(f"the GPU's kernels cannot be compiled: {_line(error)}", NOT_COMPILED) from error
+            reason = f"{type(error).__name__}: {_line(error)}"
+            raise DeviceError(f"the GPU's compiled kernels cannot be read: {reason}", _cache_hint()) from error
         if not _is_of_gpu(error):
             raise
         raise DeviceError(f"the GPU failed: {_line(error)}", _hint(str(error)) or hint or TRY_AGAIN) from error
@@ -109,12 +114,23 @@ def _is_of_gpu(error: BaseException) -> bool:
 
 
 def _is_of_compiler(error: BaseException) -> bool:
-    """Return whether Triton, or a program that it started, failed; a launch that fails is the GPU's error."""
-    if "[CUDA]" in str(error) or isinstance(error, GPU_ERRORS):
+    """Return whether Triton, or a program that it started, failed; a launch that fails is the GPU's error.
+
+    Where its cache is damaged, Triton fails with any error.
+    """
+    if "[CUDA]" in str(error) or isinstance(error, (*GPU_ERRORS, EdgeLMError)):
         return False
-    kinds = (RuntimeError, OSError, ImportError, subprocess.SubprocessError)
-    of_triton = any(module.partition(".")[0] == "triton" for module in _modules(error.__traceback__))
-    return type(error).__module__.startswith("triton.") or (of_triton and isinstance(error, kinds))
+    return _is_of_triton(type(error).__module__) or any(map(_is_of_triton, _modules(error.__traceback__)))
+
+
+def _is_of_triton(module: str) -> bool:
+    return module.partition(".")[0] == "triton"
+
+
+def _cache_hint() -> str:
+    from triton import knobs  # not at the top: on the processor there may be no Triton
+
+    return f"Triton's cache may be damaged: remove {knobs.cache.dir}, or use --engine llama"
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -145,4 +161,6 @@ def _line(error: BaseException) -> str:
 
 
 def _hint(message: str) -> str:
+    if DAMAGED in message:
+        return _cache_hint()
     return next((hint for texts, hint in HINTS if any(text in message for text in texts)), "")

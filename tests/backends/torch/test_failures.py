@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import re
 import subprocess
 import weakref
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton import knobs
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from edgelm.backends.build import build
@@ -20,7 +22,7 @@ from edgelm.backends.torch import self_check
 from edgelm.backends.torch.executor import TorchExecutor, parts_of
 from edgelm.backends.torch.failures import LESS, NOT_COMPILED, OTHER_PROGRAMS, TRY_AGAIN, gpu_errors
 from edgelm.base.config import Settings
-from edgelm.base.errors import DeviceError, EngineError, LostStepError, OutOfMemoryError
+from edgelm.base.errors import DeviceError, EngineError, LostStepError, ModelError, OutOfMemoryError
 from edgelm.base.places import Places
 from edgelm.base.workers.messages import EngineJob
 from edgelm.engine.core import Chunk, SamplingParams, Sequence, StateSpan, Step
@@ -39,6 +41,7 @@ USED_UP = "the memory of the GPU is used up"
 BROKEN = "the GPU's memory may be broken: see what `nvidia-smi -q` says"
 BUSY = "another program holds the GPU: see what nvidia-smi says"
 UPDATE = "update the NVIDIA driver, or use --engine llama"
+CACHE = f"Triton's cache may be damaged: remove {knobs.cache.dir}, or use --engine llama"
 GONE = "the GPU may be gone: see what nvidia-smi says"
 
 
@@ -102,6 +105,11 @@ LOST: list[tuple[Exception, str, str]] = [
         TRY_AGAIN,
     ),
     (
+        RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
+        "the GPU failed: Triton Error [CUDA]: device kernel image is invalid",
+        CACHE,
+    ),
+    (
         PTXASError("ptxas fatal   : Value 'sm_130' is not defined\nmore"),
         "the GPU's kernels cannot be compiled: PTXAS error: ptxas fatal : Value 'sm_130' is not defined",
         NOT_COMPILED,
@@ -151,6 +159,21 @@ def test_what_triton_starts_is_a_failure_to_compile(error: Exception) -> None:
     assert "\n" not in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (json.JSONDecodeError("Expecting value", "", 0), "JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
+        (KeyError("Unknown key: 'cubin'"), "KeyError: \"Unknown key: 'cubin'\""),
+    ],
+    ids=["metadata", "binary"],
+)
+def test_a_damaged_cache_of_triton_is_a_failure_of_the_gpu_that_names_it(error: Exception, reason: str) -> None:
+    with pytest.raises(DeviceError) as caught, gpu_errors():
+        raise_in_triton(error)
+    assert caught.value.message == f"the GPU's compiled kernels cannot be read: {reason}"
+    assert caught.value.hint == CACHE
+
+
 def raise_in_triton(error: Exception) -> None:
     """Raise an error from a function whose module is Triton's."""
 
@@ -158,6 +181,11 @@ def raise_in_triton(error: Exception) -> None:
         raise error
 
     FunctionType(run.__code__, {"__name__": "triton.runtime.build"}, closure=run.__closure__)()
+
+
+def test_an_error_that_is_ours_already_is_no_failure_of_triton() -> None:
+    with pytest.raises(ModelError, match="loading was cancelled"), gpu_errors():
+        raise_in_triton(ModelError("loading was cancelled"))
 
 
 @pytest.mark.parametrize(
