@@ -6,6 +6,7 @@ of models.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import re
@@ -13,6 +14,7 @@ import shlex
 import shutil
 import sys
 import warnings
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -38,6 +40,7 @@ TESTED = "3.6.0", "3.7.1"  # what the extra `cuda` brings
 NO_GPU = "no NVIDIA GPU was found"
 MUCH_FREER = 2  # times the free memory of any other GPU
 DRIVER_FILES = "/dev/nvidiactl", "/dev/dxg"  # Linux, WSL
+DRIVER = "libcuda.so.1"
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +115,15 @@ def _name_zig() -> None:
     os.environ["CC"] = str(script)
 
 
+def _start_driver() -> None:
+    """Start the driver in a call that lets other threads run, so that a watchdog notices where it hangs.
+
+    torch starts it while it holds Python's lock. What fails here fails for torch too, which says why.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(DRIVER).cuInit(0)
+
+
 @cache
 def context_bytes() -> int:
     """Return the bytes of this process's CUDA context, by what was free before it; 0: that is not known.
@@ -141,6 +153,7 @@ def _check_gpu() -> CudaState:
 
     if torch.version.cuda is None:
         return CudaState("this build of torch has no CUDA", f"uninstall torch, then {extra_command('cuda')}")
+    _start_driver()
     try:
         with warnings.catch_warnings(record=True) as noted:
             warnings.simplefilter("always")

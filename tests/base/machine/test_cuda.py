@@ -108,6 +108,24 @@ def test_this_build_of_torch(driver: tuple[str, ...]) -> None:
     assert state.hint.startswith("uninstall torch, then type: ")  # pip takes it for the right one
 
 
+def test_the_driver_starts_without_the_lock_of_python_and_sees_the_order_of_gpus(
+    driver: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch holds the lock while it starts CUDA, and a watchdog of this process could not run."""
+    events: list[str] = []
+
+    def start(_: int) -> int:
+        events.append(f"started with {os.environ['CUDA_VISIBLE_DEVICES']}")
+        return 999  # it fails: torch says why
+
+    mock_gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: events.append("torch looks") or True)
+    monkeypatch.setattr(cuda, "_name_the_freest_first", lambda: monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b"))
+    monkeypatch.setattr("ctypes.CDLL", lambda name: SimpleNamespace(cuInit=start) if name == "libcuda.so.1" else None)
+    assert find_cuda(driver).problem == ""
+    assert events == ["started with GPU-b", "torch looks"]
+
+
 def test_a_gpu_that_does_not_answer(driver: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> bool:
         raise RuntimeError("CUDA driver error: unknown\nmore lines")
