@@ -32,6 +32,7 @@ from edgelm.base.machine.gpu import (
     usable_gpus,
 )
 from edgelm.base.machine.llama_build import extra_command, find_build, gpu_backend_command, install_command
+from edgelm.base.machine.memory import available_memory_bytes
 from edgelm.base.places import own_places
 
 MIN_CAPABILITY = 8, 0
@@ -141,6 +142,20 @@ def context_bytes() -> int:
     return max(0, was_free - free)
 
 
+def gpu_memory() -> tuple[int, int]:
+    """Return the free bytes and all bytes of CUDA's first GPU.
+
+    Where it shares the machine's memory (GB10, Orin), CUDA does not count as free what the page cache holds, which the
+    system drops for whoever asks.
+    """
+    import torch
+
+    free, total = torch.cuda.mem_get_info(0)
+    if getattr(torch.cuda.get_device_properties(0), "is_integrated", False):
+        free = min(max(free, available_memory_bytes()), total)
+    return free, total
+
+
 def _uuid() -> str:
     """Return the UUID of CUDA's first GPU, as nvidia-smi ends it; empty: this torch does not tell it."""
     import torch
@@ -164,7 +179,7 @@ def _check_gpu() -> CudaState:
         context = context_bytes()
         name = torch.cuda.get_device_name(0)
         capability = torch.cuda.get_device_capability(0)
-        free, total = torch.cuda.mem_get_info(0)
+        free, total = gpu_memory()
         uuid = _uuid()
     except (RuntimeError, torch.cuda.DeferredCudaCallError) as error:  # the latter while CUDA starts
         return CudaState(f"the GPU does not answer: {str(error).splitlines()[0]}", "see what nvidia-smi says")

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 from edgelm.backends.questions import ask_cuda
 from edgelm.base.machine import cuda
-from edgelm.base.machine.cuda import find_cuda
+from edgelm.base.machine.cuda import find_cuda, gpu_memory
 from edgelm.base.machine.gpu import CudaState, Gpu, StandingGpu
 from edgelm.base.places import Places
 
@@ -98,6 +98,18 @@ def test_only_gpus_from_ampere_on(
     assert (state.problem == "") is fine
     assert (state.name, state.free_bytes, state.total_bytes) == ("GPU X", 7, 9)
     assert state.uuid == ("1a2b" if fine else "")
+
+
+@pytest.mark.parametrize(("integrated", "available", "free"), [(0, 8, 7), (1, 8, 8), (1, 5, 7), (1, 12, 9)])
+def test_of_memory_that_a_gpu_shares_the_page_cache_is_free(
+    driver: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, integrated: int, available: int, free: int
+) -> None:
+    """CUDA says that 7 of 9 bytes are free."""
+    mock_gpu(monkeypatch, (12, 1))
+    properties = SimpleNamespace(uuid="1a2b", is_integrated=integrated)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(cuda, "available_memory_bytes", lambda: available)
+    assert (find_cuda(driver).free_bytes, gpu_memory()) == (free, (free, 9))
 
 
 def test_this_build_of_torch(driver: tuple[str, ...]) -> None:
