@@ -19,7 +19,15 @@ from edgelm.backends.model import open_model
 from edgelm.backends.reports import Reports
 from edgelm.backends.torch import compiling
 from edgelm.base.config import Settings
-from edgelm.base.errors import DeviceError, DoesNotFitError, EdgeLMError, GpuLoadError, ModelError, OutOfMemoryError
+from edgelm.base.errors import (
+    CompiledKernelError,
+    DeviceError,
+    DoesNotFitError,
+    EdgeLMError,
+    GpuLoadError,
+    ModelError,
+    OutOfMemoryError,
+)
 from edgelm.base.machine.gpu import CudaState
 from edgelm.base.workers.messages import EngineJob, EvalJob
 from edgelm.engine import watchdog
@@ -150,6 +158,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
 
 LOAD_FAILURES = [
+    CompiledKernelError("a compiled kernel cannot be read: KeyError: 'cubin'", "remove Triton's cache"),
     DoesNotFitError("plain does not fit in the memory of the GPU", "take a smaller model"),
     OutOfMemoryError("the memory of the GPU is used up", "lower --ctx"),
     DeviceError("the GPU's kernels cannot be compiled: Failed to find C compiler.", "see `edgelm doctor`"),

@@ -1,12 +1,13 @@
 """Failures of a GPU: which of the errors of torch, Triton and the driver mean what, in one line with what to do.
 
-Owns the two kinds: a lack of memory, after which the process goes on, and all others. After most of those, every later
-call fails too (the context is broken, or the GPU is gone), and what cannot be compiled fails again: the process ends.
+Owns the kinds: a lack of memory, after which the process goes on; a compiled kernel that cannot be read; and all others.
+After most of those, every later call fails too (the context is broken, or the GPU is gone), and what cannot be compiled
+fails again: the process ends.
 """
 
 from __future__ import annotations
 
-import subprocess
+import json
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from types import TracebackType
 
 import torch
 
-from edgelm.base.errors import DeviceError, EdgeLMError, EngineError, OutOfMemoryError
+from edgelm.base.errors import CompiledKernelError, DeviceError, EdgeLMError, EngineError, OutOfMemoryError
 from edgelm.base.machine.gpu import driver_place
 from edgelm.kernels.choice import NoKernelError
 
@@ -66,13 +67,13 @@ TRY_AGAIN = "try again; if it happens again, use --engine llama"
 LESS = "lower --ctx or --parallel, or choose a smaller --kv"
 OTHER_PROGRAMS = "end other programs on it (nvidia-smi lists them)"  # loading has allocated what steps need
 NOT_COMPILED = "see `edgelm doctor`, or use --engine llama"
-COMPILER_ERRORS = (RuntimeError, OSError, ImportError, subprocess.SubprocessError)
+UNREADABLE = (json.JSONDecodeError, UnicodeDecodeError, KeyError)  # of Triton, where its cache is damaged
 DAMAGED = "Triton Error [CUDA]: device kernel image is invalid"  # the driver takes no such binary
 
 
 @contextmanager
 def gpu_errors(hint: str = "") -> Iterator[None]:
-    """Turn errors of torch, Triton and the driver into one line: OutOfMemoryError or DeviceError.
+    """Turn errors of torch, Triton and the driver into one line: OutOfMemoryError, DeviceError, CompiledKernelError.
 
     `hint` is what to do about a failure of the GPU, unless the failure itself tells.
     """
@@ -89,10 +90,10 @@ def gpu_errors(hint: str = "") -> Iterator[None]:
                 raise OutOfMemoryError("the memory of the GPU is used up", f"{OTHER_PROGRAMS}, {LESS}") from error
             raise OutOfMemoryError("the memory is used up", LESS) from error
         if _is_of_compiler(error):
-            if isinstance(error, COMPILER_ERRORS) or _is_of_triton(type(error).__module__):
-                raise DeviceError(f"the GPU's kernels cannot be compiled: {_line(error)}", NOT_COMPILED) from error
-            reason = f"{type(error).__name__}: {_line(error)}"
-            raise DeviceError(f"the GPU's compiled kernels cannot be read: {reason}", _cache_hint()) from error
+            if isinstance(error, UNREADABLE):
+                reason = f"{type(error).__name__}: {_line(error)}"
+                raise CompiledKernelError(f"a compiled kernel cannot be read: {reason}", _cache_hint()) from error
+            raise DeviceError(f"the GPU's kernels cannot be compiled: {_line(error)}", NOT_COMPILED) from error
         if not _is_of_gpu(error):
             raise
         raise DeviceError(f"the GPU failed: {_line(error)}", _hint(str(error)) or hint or TRY_AGAIN) from error
@@ -114,10 +115,7 @@ def _is_of_gpu(error: BaseException) -> bool:
 
 
 def _is_of_compiler(error: BaseException) -> bool:
-    """Return whether Triton, or a program that it started, failed; a launch that fails is the GPU's error.
-
-    Where its cache is damaged, Triton fails with any error.
-    """
+    """Return whether Triton, or a program that it started, failed; a launch that fails is the GPU's error."""
     if "[CUDA]" in str(error) or isinstance(error, (*GPU_ERRORS, EdgeLMError)):
         return False
     return _is_of_triton(type(error).__module__) or any(map(_is_of_triton, _modules(error.__traceback__)))
