@@ -1,6 +1,6 @@
 """Failures of a GPU: which of the errors of torch, Triton and the driver mean what, in one line with what to do.
 
-Owns the kinds: a lack of memory, after which the process goes on; a compiled kernel that cannot be read; and all others.
+Owns the kinds: a lack of memory, after which the process goes on; a compiled kernel that cannot be read; all others.
 After most of those, every later call fails too (the context is broken, or the GPU is gone), and what cannot be compiled
 fails again: the process ends.
 """
@@ -28,10 +28,12 @@ NO_MEMORY = (
     "NVML_SUCCESS == ",  # torch fails to describe a lack of memory, where NVML is missing
 )
 OF_THE_GPU = ("CUDA", "CUBLAS_", "cuDNN", "CUDNN_", "NVML_", "NVIDIA", "GPU is lost", "ECC error", "device-side assert")
+BUSY = ("busy or unavailable", "in use elsewhere")
+ALONE = "see what nvidia-smi says; in compute mode EXCLUSIVE_PROCESS it serves one: `sudo nvidia-smi -c 0` ends that"
 # What to do, by words of the message; the first row that fits.
 HINTS = (
     (("ECC error", "hardware stack error"), "the GPU's memory may be broken: see what `nvidia-smi -q` says"),
-    (("busy or unavailable", "in use elsewhere"), "another program holds the GPU: see what nvidia-smi says"),
+    (BUSY, f"another process uses the GPU: {ALONE}"),
     (
         (
             "unsupported toolchain",

@@ -20,7 +20,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from edgelm.backends.build import build
 from edgelm.backends.torch import self_check
 from edgelm.backends.torch.executor import TorchExecutor, parts_of
-from edgelm.backends.torch.failures import LESS, NOT_COMPILED, OTHER_PROGRAMS, TRY_AGAIN, gpu_errors
+from edgelm.backends.torch.failures import ALONE, LESS, NOT_COMPILED, OTHER_PROGRAMS, TRY_AGAIN, gpu_errors
 from edgelm.base.config import Settings
 from edgelm.base.errors import (
     CompiledKernelError,
@@ -46,7 +46,7 @@ For debugging consider passing CUDA_LAUNCH_BLOCKING=1
 Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."""
 USED_UP = "the memory of the GPU is used up"
 BROKEN = "the GPU's memory may be broken: see what `nvidia-smi -q` says"
-BUSY = "another program holds the GPU: see what nvidia-smi says"
+BUSY = f"another process uses the GPU: {ALONE}"
 UPDATE = "update the NVIDIA driver, or use --engine llama"
 CACHE = f"Triton's cache may be damaged: remove {knobs.cache.dir}, or use --engine llama"
 GONE = "the GPU may be gone: see what nvidia-smi says"
