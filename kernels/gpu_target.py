@@ -122,8 +122,14 @@ def kwidth() -> int:
     """
     if interpreting() or not has_triton():
         return 2
-    layout = _compiled_dot_probe().asm["ttgir"]
-    widths = {int(width) for width in re.findall(r"kWidth = (\d+)", layout)}
+    from triton import knobs
+
+    stages = _compiled_dot_probe().asm
+    if "ttgir" not in stages:  # only binaries were stored (TRITON_STORE_BINARY_ONLY), or a cleaner took the file
+        with knobs.compilation.scope():
+            knobs.compilation.store_binary_only, knobs.compilation.always_compile = False, True
+            stages = _compiled_dot_probe().asm
+    widths = {int(width) for width in re.findall(r"kWidth = (\d+)", stages["ttgir"])}
     assert widths in ({2}, {4}), f"a 16-bit dot has kWidth {sorted(widths)} in Triton {triton_version()}"
     return widths.pop()
 

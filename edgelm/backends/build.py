@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,15 @@ from edgelm.backends.plan import MachineMemory
 from edgelm.backends.projectors import fitting_heads, fitting_projector, names_heads
 from edgelm.backends.reports import LOGGED, Reports
 from edgelm.base.config import Settings
-from edgelm.base.errors import DeviceError, DoesNotFitError, EngineError, GpuLoadError, ModelError, RequestError
+from edgelm.base.errors import (
+    CompiledKernelError,
+    DeviceError,
+    DoesNotFitError,
+    EngineError,
+    GpuLoadError,
+    ModelError,
+    RequestError,
+)
 from edgelm.base.machine.cpu import usable_cores
 from edgelm.base.machine.cuda import find_cuda
 from edgelm.base.machine.gpu import CudaState, has_torch, llama_backend, standing_gpu
@@ -28,7 +36,7 @@ from edgelm.base.machine.llama_build import gpu_backend_command
 from edgelm.base.machine.memory import USABLE, available_memory_bytes
 from edgelm.base.places import Places, own_places
 from edgelm.base.workers.messages import EngineJob, EvalJob, EvalSide, Footprint
-from edgelm.engine.watchdog import Watchdog
+from edgelm.engine.watchdog import Place, Watchdog
 from edgelm.library.local import find_draft_model, require_gguf
 from edgelm.library.projectors import find_projector
 from edgelm.text.template_file import read_template_file
@@ -40,6 +48,7 @@ if TYPE_CHECKING:  # most models have no adapter, and are not evaluated
 log = logging.getLogger(__name__)
 
 PIECE = "a piece of loading the model"
+START = "the start of CUDA"
 
 
 def build(job: EngineJob, reports: Reports = LOGGED, places: Places | None = None) -> LoadedModel:
@@ -60,14 +69,15 @@ def build(job: EngineJob, reports: Reports = LOGGED, places: Places | None = Non
         heads = fitting_heads(settings, job.model, model.facts, named, reports.warn) if job.drafts else None
         drafting = files.enter_context(open_heads(model, heads.path if heads else None))
         beside = None if has_heads else named
-        choice = choose(
-            drafting,
-            settings,
-            draft=beside,
-            least_context=job.least_context,
-            held_gpu_bytes=job.held_gpu_bytes,
-            cuda_problem=job.cuda_problem,
-        )
+        with _cuda_start(settings, job.cuda_problem, reports):
+            choice = choose(
+                drafting,
+                settings,
+                draft=beside,
+                least_context=job.least_context,
+                held_gpu_bytes=job.held_gpu_bytes,
+                cuda_problem=job.cuda_problem,
+            )
         for reason in choice.reasons:
             log.info("%s", reason)
         if choice.unused_gpu and not job.cuda_problem:  # that one was told already
@@ -114,26 +124,44 @@ def _gpu_load(choice: EngineChoice, settings: Settings, reports: Reports) -> Ite
     """Raise GpuLoadError where CUDA fails while a model is loaded, and the settings do not ask for it.
 
     A new process goes on, since this one's memory on the GPU and its driver may be in any state. Yields reports that a
-    watchdog sees too: without one for long, the GPU hangs, and `when_lost` of the reports is called.
+    watchdog sees too.
     """
     may_go_on = choice.device == "cuda" and may_go_without_cuda(settings)
+    with _watched(choice, PIECE, reports, may_go_on=may_go_on) as watched:
+        try:
+            yield watched
+        except (CompiledKernelError, DoesNotFitError, EngineError) as error:
+            if may_go_on:
+                raise GpuLoadError(error.message, error.hint) from error
+            raise
+
+
+def _cuda_start(settings: Settings, cuda_problem: str, reports: Reports) -> AbstractContextManager[object]:
+    """Return what watches the choice of an engine, where that starts CUDA: a GPU may hang there already."""
+    if cuda_problem or not _may_use_cuda(settings):
+        return nullcontext()
+    return _watched(EngineChoice("torch", "cuda"), START, reports, may_go_on=may_go_without_cuda(settings))
+
+
+@contextmanager
+def _watched(place: Place, work: str, reports: Reports, *, may_go_on: bool) -> Iterator[Reports]:
+    """Yield reports that a watchdog sees too: without one for long, the GPU hangs.
+
+    Then `when_lost` of the reports gets the error: GpuLoadError where another process `may_go_on` without the GPU.
+    """
 
     def lose(error: DeviceError) -> None:
         reports.when_lost(GpuLoadError(error.message, error.hint) if may_go_on else error)
 
-    watchdog = Watchdog(choice, lose)
+    watchdog = Watchdog(place, lose)
 
     def alive() -> None:
-        watchdog.begin(PIECE)
+        watchdog.begin(work)
 
     watchdog.start()
     alive()
     try:
         yield replace(reports, alive=alive)
-    except (EngineError, DoesNotFitError) as error:
-        if may_go_on:
-            raise GpuLoadError(error.message, error.hint) from error
-        raise
     finally:
         watchdog.close()
 
@@ -147,7 +175,8 @@ def load_evaluation(job: EvalJob, reports: Reports) -> Evaluation:
     if reference and reference.engine:
         return _load_apart(job, reference, reports)
     paths = dict.fromkeys(side.model for side in (model, reference) if side)
-    choice = choose_for_all(paths, settings, job.cuda_problem)
+    with _cuda_start(settings, job.cuda_problem, reports):
+        choice = choose_for_all(paths, settings, job.cuda_problem)
     if choice.unused_gpu and not job.cuda_problem:
         reports.warn(choice.unused_gpu)
     if choice.engine == "torch":
@@ -277,9 +306,8 @@ def choose(
     from edgelm.backends.llama.devices import llama_devices  # these import llama.cpp
 
     prefers_torch = settings.engine == "torch" or settings.device == "cuda"
-    may_use_cuda = settings.engine != "llama" and settings.device in ("auto", "cuda")
     cuda = CudaState(cuda_problem or "the settings say so")
-    if may_use_cuda and not cuda_problem:
+    if _may_use_cuda(settings) and not cuda_problem:
         cuda = find_cuda()
     cuda = replace(cuda, free_bytes=cuda.free_bytes + freed_gpu_bytes)
     may_use_torch = has_torch() and (prefers_torch or not cuda.problem or model.gguf is None)
@@ -330,6 +358,10 @@ def choose(
     if settings.tune and not num_tuned(own_places().cache, cuda.name):
         reasons.append("no kernel is tuned for this GPU yet: that is done while the model is loaded")
     return replace(choice, reasons=tuple(reasons))
+
+
+def _may_use_cuda(settings: Settings) -> bool:
+    return settings.engine != "llama" and settings.device in ("auto", "cuda")
 
 
 def choose_for_all(paths: Iterable[Path], settings: Settings, cuda_problem: str = "") -> EngineChoice:

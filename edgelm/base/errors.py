@@ -67,6 +67,10 @@ class DoesNotFitError(ModelError):
     """The device has less memory than the model takes, although the plan said that it fits."""
 
 
+class CompiledKernelError(EdgeLMError):
+    """A compiled kernel cannot be read from Triton's cache on disk. It says nothing about the kernel and the GPU."""
+
+
 class GpuLoadError(EdgeLMError):
     """A model cannot be loaded on this GPU, but without CUDA perhaps: by a new process, which is told the message."""
 

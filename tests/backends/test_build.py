@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -11,16 +12,24 @@ import pytest
 
 import edgelm.backends.build as build_package
 import edgelm.backends.torch.build as torch_build
-from edgelm.backends.build import build, choose
+from edgelm.backends.build import build, choose, load_evaluation
 from edgelm.backends.choice import EngineChoice
 from edgelm.backends.llama import build as build_module
 from edgelm.backends.model import open_model
 from edgelm.backends.reports import Reports
 from edgelm.backends.torch import compiling
 from edgelm.base.config import Settings
-from edgelm.base.errors import DeviceError, DoesNotFitError, EdgeLMError, GpuLoadError, ModelError, OutOfMemoryError
+from edgelm.base.errors import (
+    CompiledKernelError,
+    DeviceError,
+    DoesNotFitError,
+    EdgeLMError,
+    GpuLoadError,
+    ModelError,
+    OutOfMemoryError,
+)
 from edgelm.base.machine.gpu import CudaState
-from edgelm.base.workers.messages import EngineJob
+from edgelm.base.workers.messages import EngineJob, EvalJob
 from edgelm.engine import watchdog
 from edgelm.engine.core import ExecutorInfo
 from edgelm.models.loading.stored import BLOCK_TYPES
@@ -149,6 +158,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
 
 LOAD_FAILURES = [
+    CompiledKernelError("a compiled kernel cannot be read: KeyError: 'cubin'", "remove Triton's cache"),
     DoesNotFitError("plain does not fit in the memory of the GPU", "take a smaller model"),
     OutOfMemoryError("the memory of the GPU is used up", "lower --ctx"),
     DeviceError("the GPU's kernels cannot be compiled: Failed to find C compiler.", "see `edgelm doctor`"),
@@ -214,6 +224,47 @@ def test_loading_that_hangs_is_told_by_another_thread(
     assert [type(error) for error in told] == [kind]
     assert told[0].message == "the GPU hangs: a piece of loading the model did not end within 0 s"
     assert told[0].hint == "try again; see what nvidia-smi says"
+
+
+@pytest.mark.parametrize(("asked", "kind"), [({}, GpuLoadError), ({"engine": "torch"}, DeviceError)])
+@pytest.mark.parametrize("loads", ["a model", "an evaluation"])
+def test_a_gpu_that_hangs_while_cuda_starts_is_told_by_another_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, str], kind: type[EdgeLMError], loads: str
+) -> None:
+    told: list[EdgeLMError] = []
+    hung = threading.Event()
+
+    def find_cuda() -> CudaState:
+        hung.wait(10)
+        raise ModelError("the end of the test")
+
+    def lost(error: EdgeLMError) -> None:
+        told.append(error)
+        hung.set()
+
+    monkeypatch.setattr(build_package, "find_cuda", find_cuda)
+    monkeypatch.setattr(watchdog, "GPU_OTHER_S", 0.1)
+    monkeypatch.setattr(build_package, "Watchdog", partial(watchdog.Watchdog, tick_s=0.02))
+    path, reports = write_tiny(tmp_path / "plain.gguf", quant="q8_0"), Reports(when_lost=lost)
+    settings = Settings(threads=1, **asked)  # type: ignore[arg-type]
+    load: Callable[[], object] = partial(build, EngineJob(model=path, settings=settings), reports)
+    if loads == "an evaluation":
+        load = partial(load_evaluation, EvalJob(model=path, text=path, kv="f16", settings=settings), reports)
+    with pytest.raises(ModelError, match="the end of the test"):
+        load()
+    assert [type(error) for error in told] == [kind]
+    assert told[0].message == "the GPU hangs: the start of CUDA did not end within 0 s"
+
+
+@pytest.mark.parametrize("without", [{"device": "cpu"}, {"engine": "llama"}, {"problem": "it failed"}], ids=str)
+def test_where_cuda_is_not_started_nothing_waits_for_it(
+    wide: Path, monkeypatch: pytest.MonkeyPatch, without: dict[str, str]
+) -> None:
+    monkeypatch.setattr(build_package, "Watchdog", pytest.fail)
+    monkeypatch.setattr(build_package, "find_cuda", pytest.fail)
+    settings = {name: value for name, value in without.items() if name != "problem"}
+    job = EngineJob(model=wide, settings=Settings(threads=1, **settings), cuda_problem=without.get("problem", ""))  # type: ignore[arg-type]
+    build(job).engine.close()
 
 
 def test_a_compiler_that_never_ends_is_no_hang_of_the_gpu() -> None:

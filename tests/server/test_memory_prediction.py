@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
 
@@ -14,7 +17,7 @@ from edgelm.base.machine.gpu import Gpu
 from edgelm.base.workers.messages import Footprint, Predict
 from edgelm.library.scan import LocalModel
 from edgelm.server.engines import memory
-from edgelm.server.engines.memory import Machine
+from edgelm.server.engines.memory import Machine, Measured
 from edgelm.server.engines.process import Launcher
 from tests.tiny import write_tiny
 
@@ -68,6 +71,35 @@ def test_a_gpu_that_nothing_can_use_is_not_asked(monkeypatch: pytest.MonkeyPatch
     assert memory.measure([]).gpu_free_bytes is None
     monkeypatch.setattr(memory, "has_gpu_backend", lambda: True)
     assert memory.measure([]).gpu_free_bytes == int(memory.USABLE * 400)
+
+
+def test_a_driver_that_hangs_takes_one_thread_and_none_of_the_fronts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks gives up after a while, and its question stays."""
+    answers, asked = threading.Event(), list[Sequence[int]]()
+
+    def measure(pids: Sequence[int]) -> Measured:
+        asked.append(pids)
+        assert answers.wait(60)
+        return Measured(len(pids))
+
+    monkeypatch.setattr(memory, "measure", measure)
+
+    async def front() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        machine = Machine(cast(Launcher, Questions()))
+        try:
+            for number in range(3):
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(machine.measure([*range(number)]), 0.05)
+            await asyncio.wait_for(asyncio.to_thread(int), 10)
+            waiting = [asyncio.ensure_future(machine.measure([*range(number)])) for number in (3, 4)]
+        finally:
+            answers.set()
+        measured = await asyncio.wait_for(asyncio.gather(*waiting), 20)
+        assert measured == [Measured(3), Measured(4)]  # none is that of an earlier question
+        assert asked == [[], [0, 1, 2], [0, 1, 2, 3]]
+
+    asyncio.run(front())
 
 
 def test_a_file_that_is_gone_is_one_line(tmp_path: Path) -> None:

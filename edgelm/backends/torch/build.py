@@ -40,7 +40,7 @@ from edgelm.backends.torch.memory import TorchPlan, capacity, may_use_head, plan
 from edgelm.base.config import Settings
 from edgelm.base.errors import DeviceError, DoesNotFitError, EdgeLMError, ModelError, OutOfMemoryError
 from edgelm.base.machine.cpu import usable_cores
-from edgelm.base.machine.cuda import context_bytes
+from edgelm.base.machine.cuda import context_bytes, gpu_memory
 from edgelm.base.machine.llama_build import extra_command
 from edgelm.base.machine.memory import available_memory_bytes
 from edgelm.base.places import Places, own_places
@@ -151,7 +151,7 @@ def _require_drafting(draft: OpenedModel | None) -> None:
 
 def _plan(model: OpenedModel, draft: OpenedModel | None, job: EngineJob, device: str) -> TorchPlan:
     """Choose context and KV mode by the free memory of the device, and on the CPU by what the job may take."""
-    free = torch.cuda.mem_get_info()[0] if device == "cuda" else available_memory_bytes()
+    free = gpu_memory()[0] if device == "cuda" else available_memory_bytes()
     limit = job.memory_bytes if device == "cpu" else None
     machine = MachineMemory(free_bytes=free, cores=usable_cores().physical, limit_bytes=limit)
     return plan_for_torch(

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from triton import knobs
@@ -21,6 +22,8 @@ from triton.compiler import ASTSource, make_backend
 from triton.compiler import compile as compile_source
 from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.jit import JITFunction
+
+ELF = b"\x7fELF"  # a binary begins with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +45,37 @@ class Compilation:
 
     @property
     def is_done(self) -> bool:
-        """Whether the cache on disk has it."""
+        """Whether the cache on disk has it. A damaged entry is removed: Triton would fail on it at each start."""
         backend = make_backend(GPUTarget(*self.target))
         options = backend.parse_options(dict(self.options))
         key = get_cache_key(self._source, backend, options, env_vars=get_cache_invalidating_env_vars())
         folder = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-        name = f"{self.name[:150]}.json"
-        return bool((folder.get_group(name) or {}).get(name))
+        stem = self.name[:150]
+        name = f"{stem}.json"
+        files = folder.get_group(name) or {}
+        if name not in files:
+            return False
+        if _is_whole(Path(files[name]), files.get(f"{stem}.{backend.binary_ext}")):
+            return True
+        if group := folder.get_file(f"__grp__{name}"):  # without it, Triton compiles the kernel
+            with suppress(OSError):
+                Path(group).unlink()
+        return False
 
     @property
     def _source(self) -> ASTSource:
         kernel = getattr(import_module(self.module), self.name)
         return ASTSource(kernel, self.signature, self.constants, self.attributes)
+
+
+def _is_whole(metadata: Path, binary: str | None) -> bool:
+    """Return whether Triton can read an entry: after a power cut files may be empty, and cleaners remove some."""
+    try:
+        json.loads(metadata.read_bytes())
+        with Path(binary or "").open("rb") as file:
+            return file.read(len(ELF)) == ELF
+    except (OSError, ValueError):
+        return False
 
 
 @contextmanager

@@ -8,8 +8,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
-
 from edgelm.backends.model import OpenedModel, open_model
 from edgelm.backends.reports import Reports
 from edgelm.backends.torch.build import check_ops, load_decoder, tokenizer_of
@@ -18,6 +16,7 @@ from edgelm.backends.torch.failures import gpu_errors
 from edgelm.backends.torch.memory import BLOCK_LEN, SCRATCH_BYTES, TorchMemory
 from edgelm.base.config import Settings
 from edgelm.base.kv_modes import TORCH_KV
+from edgelm.base.machine.cuda import gpu_memory
 from edgelm.base.machine.memory import available_memory_bytes
 from edgelm.base.workers.messages import EvalSide
 from edgelm.evaluation.evaluate import (
@@ -95,5 +94,5 @@ def _require_memory(
     for side in sides:
         memory = memories[side.model]
         needed += memory.kv_bytes(side.kv, window) + memory.workspace_bytes(side.kv, window) + 2 * LOGITS_BYTES
-    free = torch.cuda.mem_get_info()[0] if device == "cuda" else available_memory_bytes()
+    free = gpu_memory()[0] if device == "cuda" else available_memory_bytes()
     require_memory(needed, free, models, window)

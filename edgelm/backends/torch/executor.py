@@ -230,7 +230,8 @@ class TorchExecutor:
         try:
             self._capture(graphs, reports)
         except OutOfMemoryError as error:
-            if not isinstance(error.__cause__, torch.OutOfMemoryError):  # torch's allocator still counts a capture
+            # The driver's own error does not tell where it came from, and torch's allocator may still count a capture.
+            if not isinstance(error.__cause__, torch.OutOfMemoryError):
                 raise DeviceError(f"{error.message}, while CUDA graphs were captured", "use --no-graphs") from error
             return str(error)
         return ""

@@ -1,12 +1,13 @@
 """Failures of a GPU: which of the errors of torch, Triton and the driver mean what, in one line with what to do.
 
-Owns the two kinds: a lack of memory, after which the process goes on, and all others. After most of those, every later
-call fails too (the context is broken, or the GPU is gone), and what cannot be compiled fails again: the process ends.
+Owns the kinds: a lack of memory, after which the process goes on; a compiled kernel that cannot be read; all others.
+After most of those, every later call fails too (the context is broken, or the GPU is gone), and what cannot be compiled
+fails again: the process ends.
 """
 
 from __future__ import annotations
 
-import subprocess
+import json
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from types import TracebackType
 
 import torch
 
-from edgelm.base.errors import DeviceError, EngineError, OutOfMemoryError
+from edgelm.base.errors import CompiledKernelError, DeviceError, EdgeLMError, EngineError, OutOfMemoryError
 from edgelm.base.machine.gpu import driver_place
 from edgelm.kernels.choice import NoKernelError
 
@@ -27,10 +28,12 @@ NO_MEMORY = (
     "NVML_SUCCESS == ",  # torch fails to describe a lack of memory, where NVML is missing
 )
 OF_THE_GPU = ("CUDA", "CUBLAS_", "cuDNN", "CUDNN_", "NVML_", "NVIDIA", "GPU is lost", "ECC error", "device-side assert")
+BUSY = ("busy or unavailable", "in use elsewhere")
+ALONE = "see what nvidia-smi says; in compute mode EXCLUSIVE_PROCESS it serves one: `sudo nvidia-smi -c 0` ends that"
 # What to do, by words of the message; the first row that fits.
 HINTS = (
     (("ECC error", "hardware stack error"), "the GPU's memory may be broken: see what `nvidia-smi -q` says"),
-    (("busy or unavailable", "in use elsewhere"), "another program holds the GPU: see what nvidia-smi says"),
+    (BUSY, f"another process uses the GPU: {ALONE}"),
     (
         (
             "unsupported toolchain",
@@ -66,11 +69,13 @@ TRY_AGAIN = "try again; if it happens again, use --engine llama"
 LESS = "lower --ctx or --parallel, or choose a smaller --kv"
 OTHER_PROGRAMS = "end other programs on it (nvidia-smi lists them)"  # loading has allocated what steps need
 NOT_COMPILED = "see `edgelm doctor`, or use --engine llama"
+UNREADABLE = (json.JSONDecodeError, UnicodeDecodeError, KeyError)  # of Triton, where its cache is damaged
+DAMAGED = "Triton Error [CUDA]: device kernel image is invalid"  # the driver takes no such binary
 
 
 @contextmanager
 def gpu_errors(hint: str = "") -> Iterator[None]:
-    """Turn errors of torch, Triton and the driver into one line: OutOfMemoryError or DeviceError.
+    """Turn errors of torch, Triton and the driver into one line: OutOfMemoryError, DeviceError, CompiledKernelError.
 
     `hint` is what to do about a failure of the GPU, unless the failure itself tells.
     """
@@ -87,6 +92,9 @@ def gpu_errors(hint: str = "") -> Iterator[None]:
                 raise OutOfMemoryError("the memory of the GPU is used up", f"{OTHER_PROGRAMS}, {LESS}") from error
             raise OutOfMemoryError("the memory is used up", LESS) from error
         if _is_of_compiler(error):
+            if isinstance(error, UNREADABLE):
+                reason = f"{type(error).__name__}: {_line(error)}"
+                raise CompiledKernelError(f"a compiled kernel cannot be read: {reason}", _cache_hint()) from error
             raise DeviceError(f"the GPU's kernels cannot be compiled: {_line(error)}", NOT_COMPILED) from error
         if not _is_of_gpu(error):
             raise
@@ -110,11 +118,19 @@ def _is_of_gpu(error: BaseException) -> bool:
 
 def _is_of_compiler(error: BaseException) -> bool:
     """Return whether Triton, or a program that it started, failed; a launch that fails is the GPU's error."""
-    if "[CUDA]" in str(error) or isinstance(error, GPU_ERRORS):
+    if "[CUDA]" in str(error) or isinstance(error, (*GPU_ERRORS, EdgeLMError)):
         return False
-    kinds = (RuntimeError, OSError, ImportError, subprocess.SubprocessError)
-    of_triton = any(module.partition(".")[0] == "triton" for module in _modules(error.__traceback__))
-    return type(error).__module__.startswith("triton.") or (of_triton and isinstance(error, kinds))
+    return _is_of_triton(type(error).__module__) or any(map(_is_of_triton, _modules(error.__traceback__)))
+
+
+def _is_of_triton(module: str) -> bool:
+    return module.partition(".")[0] == "triton"
+
+
+def _cache_hint() -> str:
+    from triton import knobs  # not at the top: on the processor there may be no Triton
+
+    return f"Triton's cache may be damaged: remove {knobs.cache.dir}, or use --engine llama"
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -145,4 +161,6 @@ def _line(error: BaseException) -> str:
 
 
 def _hint(message: str) -> str:
+    if DAMAGED in message:
+        return _cache_hint()
     return next((hint for texts, hint in HINTS if any(text in message for text in texts)), "")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from edgelm.backends.torch.failures import gpu_errors
+from edgelm.backends.torch.failures import ALONE, BUSY, gpu_errors
 from edgelm.base.errors import DeviceError, EngineError
 from edgelm.base.machine.gpu import driver_place
 from edgelm.base.machine.llama_build import install_command
@@ -126,8 +126,17 @@ def _too_large(error: BaseException) -> EngineError:
     return DeviceError(f"the GPU is too small for a small kernel: {error}", "use --engine llama")
 
 
+def _busy(_: BaseException) -> EngineError:
+    """Explain that this process may not use the GPU beside another one, which lasts no longer than that one does.
+
+    It may be the engine that waits for this check.
+    """
+    return EngineError("the GPU cannot be used by another process now", ALONE)
+
+
 _Cause = tuple[Callable[[BaseException], bool], Callable[[BaseException], EngineError]]
 _CAUSES: tuple[_Cause, ...] = (
+    (lambda error: any(text in str(error) for text in BUSY), _busy),
     (lambda error: "Failed to find C compiler" in str(error), _no_compiler),
     (lambda error: isinstance(error, subprocess.CalledProcessError), _compiler_failed),
     (lambda error: isinstance(error, ImportError) and "map segment" in str(error), _not_loaded),

@@ -6,6 +6,7 @@ of models.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import re
@@ -13,6 +14,7 @@ import shlex
 import shutil
 import sys
 import warnings
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -30,6 +32,7 @@ from edgelm.base.machine.gpu import (
     usable_gpus,
 )
 from edgelm.base.machine.llama_build import extra_command, find_build, gpu_backend_command, install_command
+from edgelm.base.machine.memory import available_memory_bytes
 from edgelm.base.places import own_places
 
 MIN_CAPABILITY = 8, 0
@@ -38,6 +41,7 @@ TESTED = "3.6.0", "3.7.1"  # what the extra `cuda` brings
 NO_GPU = "no NVIDIA GPU was found"
 MUCH_FREER = 2  # times the free memory of any other GPU
 DRIVER_FILES = "/dev/nvidiactl", "/dev/dxg"  # Linux, WSL
+DRIVER = "libcuda.so.1"
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +116,15 @@ def _name_zig() -> None:
     os.environ["CC"] = str(script)
 
 
+def _start_driver() -> None:
+    """Start the driver in a call that lets other threads run, so that a watchdog notices where it hangs.
+
+    torch starts it while it holds Python's lock. What fails here fails for torch too, which says why.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(DRIVER).cuInit(0)
+
+
 @cache
 def context_bytes() -> int:
     """Return the bytes of this process's CUDA context, by what was free before it; 0: that is not known.
@@ -129,6 +142,20 @@ def context_bytes() -> int:
     return max(0, was_free - free)
 
 
+def gpu_memory() -> tuple[int, int]:
+    """Return the free bytes and all bytes of CUDA's first GPU.
+
+    Where it shares the machine's memory (GB10, Orin), CUDA does not count as free what the page cache holds, which the
+    system drops for whoever asks.
+    """
+    import torch
+
+    free, total = torch.cuda.mem_get_info(0)
+    if getattr(torch.cuda.get_device_properties(0), "is_integrated", False):
+        free = min(max(free, available_memory_bytes()), total)
+    return free, total
+
+
 def _uuid() -> str:
     """Return the UUID of CUDA's first GPU, as nvidia-smi ends it; empty: this torch does not tell it."""
     import torch
@@ -141,6 +168,7 @@ def _check_gpu() -> CudaState:
 
     if torch.version.cuda is None:
         return CudaState("this build of torch has no CUDA", f"uninstall torch, then {extra_command('cuda')}")
+    _start_driver()
     try:
         with warnings.catch_warnings(record=True) as noted:
             warnings.simplefilter("always")
@@ -151,7 +179,7 @@ def _check_gpu() -> CudaState:
         context = context_bytes()
         name = torch.cuda.get_device_name(0)
         capability = torch.cuda.get_device_capability(0)
-        free, total = torch.cuda.mem_get_info(0)
+        free, total = gpu_memory()
         uuid = _uuid()
     except (RuntimeError, torch.cuda.DeferredCudaCallError) as error:  # the latter while CUDA starts
         return CudaState(f"the GPU does not answer: {str(error).splitlines()[0]}", "see what nvidia-smi says")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 TIME_LIMIT_S = 10
+KILL_S = 1  # for a killed process to end; the kernel may hold it for as long as the driver hangs
 FIELDS = ("name", "driver_version", "memory.total", "memory.free", "uuid", "mig.mode.current")  # of nvidia-smi
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 MIB = 2**20
@@ -41,6 +42,8 @@ NOT_NVIDIA = "our own kernels need one of NVIDIA"
 TURING = 7, 5  # compute capability
 NVIDIA_CARD = "the NVIDIA GPU"  # whose name is not known
 NO_DRIVER = "no NVIDIA driver was found"
+
+_held: list[subprocess.Popen[str]] = []  # killed processes of the tool that have not ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,25 +248,46 @@ def _ask_driver(tool: str | None, *options: str) -> tuple[list[str], str]:
     """Return the lines that nvidia-smi prints; none, and the reason, where it is missing, fails or does not answer."""
     if tool is None:
         return [], "it is missing"
+    no_answer = f"no answer within {TIME_LIMIT_S} s"
+    _held[:] = [process for process in _held if process.poll() is None]
+    if _held:  # another one would hang too, and stay
+        return [], no_answer
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             [tool, *options],
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            timeout=TIME_LIMIT_S,
-            check=False,
         )
-    except subprocess.TimeoutExpired:
-        return [], f"no answer within {TIME_LIMIT_S} s"
     except OSError as error:
         return [], str(error.strerror)
-    lines = done.stdout.splitlines()
-    if done.returncode == 0:
+    try:
+        output, errors = process.communicate(timeout=TIME_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return [], no_answer
+    finally:
+        _end(process)
+    lines = output.splitlines()
+    if process.returncode == 0:
         return lines, ""
-    said = next((line.strip() for line in [*lines, *done.stderr.splitlines()] if line.strip()), "")
-    return [], said or f"exit code {done.returncode}"
+    said = next((line.strip() for line in [*lines, *errors.splitlines()] if line.strip()), "")
+    return [], said or f"exit code {process.returncode}"
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Kill a process of the tool if it runs, and close its pipes; `subprocess.run` would wait for its end for ever."""
+    for pipe in (process.stdout, process.stderr):
+        if pipe:
+            pipe.close()
+    if process.poll() is not None:
+        return
+    process.kill()
+    try:
+        process.wait(KILL_S)
+    except subprocess.TimeoutExpired:
+        _held.append(process)
 
 
 def _is_named(gpu: Gpu, index: int, name: str) -> bool:

@@ -76,6 +76,7 @@ class Machine:
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
+        self._measuring: asyncio.Future[Measured] | None = None  # the latest, which may still run
 
     async def predict(self, model: LocalModel, usable_bytes: int | None, freed_gpu_bytes: int = 0) -> Footprint:
         """Ask a worker, which reads the model's header. Raises EdgeLMError, as loading the model would."""
@@ -83,7 +84,14 @@ class Machine:
         return await in_daemon_thread(lambda: _ask(model.name, question))
 
     async def measure(self, pids: Collection[int]) -> Measured:
-        return await asyncio.to_thread(measure, [*pids])
+        """Measure in a thread of its own: where a driver hangs, those of `asyncio.to_thread` serve all others.
+
+        One at a time, also where whoever asked has left: so no more threads wait for the driver.
+        """
+        while self._measuring and not self._measuring.done():
+            await asyncio.wait([self._measuring])
+        self._measuring = in_daemon_thread(lambda: measure([*pids]))
+        return await asyncio.shield(self._measuring)
 
 
 def _ask(name: str, question: Predict) -> Footprint:

@@ -24,6 +24,7 @@ from edgelm.backends.torch import compiling
 from edgelm.backends.torch.compilation import Compilation, recording
 from edgelm.base.errors import DeviceError
 from edgelm.base.workers.parent import Worker
+from edgelm.kernels import gpu_target
 from edgelm.kernels.activation import Gate
 from edgelm.kernels.activation.kernel import gated, softcap
 from edgelm.kernels.norm.kernel import rms_norm
@@ -66,6 +67,32 @@ def good() -> dict[str, Any]:
         for compilation in found:
             compilation.run()
     return {"names": [compilation.name for compilation in found], "first": first, "second": second, "hits": hits}
+
+
+def damaged() -> dict[str, Any]:
+    """Compile, damage each entry in one of four ways, and launch each kernel as a start does that leaves them to it."""
+    found, folder = needed(), Path(os.environ["TRITON_CACHE_DIR"])
+    for compilation in found:
+        compilation.run()
+    for file in folder.glob("*/gated_kernel.json"):
+        file.write_bytes(b"")
+    for file in folder.glob("*/softcap_kernel.json"):
+        file.write_bytes(bytes(file.stat().st_size))
+    deleted, emptied = folder.glob("*/rms_norm_kernel.cubin")
+    deleted.unlink()
+    emptied.write_bytes(b"")
+    done = [compilation.is_done for compilation in found]
+    for compilation in found:
+        compilation.run()
+    return {"done": done, "again": [compilation.is_done for compilation in found]}
+
+
+def binaries() -> dict[str, Any]:
+    """Read the probe of a dot where Triton stores binaries only, as it is compiled, and from the cache."""
+    os.environ["TRITON_STORE_BINARY_ONLY"] = "1"
+    plain = gpu_target.kwidth.__wrapped__
+    widths = [plain(), plain()]
+    return {"widths": widths, "stages": sorted(gpu_target._compiled_dot_probe().asm)}
 
 
 def bad() -> dict[str, Any]:
@@ -126,6 +153,8 @@ def abandoned() -> dict[str, Any]:
     return run(needed())
 
 
+CHECKS = {"good": good, "damaged": damaged, "binaries": binaries, "bad": bad, "abandoned": abandoned}
+
 if __name__ == "__main__":
     driver.set_active(FakeDriver())
-    print(json.dumps({"good": good, "bad": bad, "abandoned": abandoned}[sys.argv[1]]()))
+    print(json.dumps(CHECKS[sys.argv[1]]()))

@@ -43,6 +43,17 @@ def test_kernels_are_compiled_once_and_the_next_start_finds_them(tmp_path: Path)
     assert again["first"] == {"progress": [], "error": None}
 
 
+def test_a_damaged_entry_of_the_cache_is_compiled_again(tmp_path: Path) -> None:
+    """After a power cut a file is empty or full of zeros, and a cleaner removes old ones."""
+    assert check("damaged", tmp_path) == {"done": [False] * 6, "again": [True] * 6}
+
+
+def test_a_cache_of_binaries_only_is_no_failure(tmp_path: Path) -> None:
+    result = check("binaries", tmp_path)
+    assert result["widths"] in ([2, 2], [4, 4])
+    assert "cubin" in result["stages"]
+
+
 def test_a_failure_is_one_line(tmp_path: Path) -> None:
     errors = check("bad", tmp_path)
     assert errors.pop("others") == [None, 6, 6], "where a kernel need not be compiled, the others are"

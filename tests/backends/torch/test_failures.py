@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import re
 import subprocess
 import weakref
@@ -13,14 +14,22 @@ from typing import Any
 
 import pytest
 import torch
+from triton import knobs
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from edgelm.backends.build import build
 from edgelm.backends.torch import self_check
 from edgelm.backends.torch.executor import TorchExecutor, parts_of
-from edgelm.backends.torch.failures import LESS, NOT_COMPILED, OTHER_PROGRAMS, TRY_AGAIN, gpu_errors
+from edgelm.backends.torch.failures import ALONE, LESS, NOT_COMPILED, OTHER_PROGRAMS, TRY_AGAIN, gpu_errors
 from edgelm.base.config import Settings
-from edgelm.base.errors import DeviceError, EngineError, LostStepError, OutOfMemoryError
+from edgelm.base.errors import (
+    CompiledKernelError,
+    DeviceError,
+    EngineError,
+    LostStepError,
+    ModelError,
+    OutOfMemoryError,
+)
 from edgelm.base.places import Places
 from edgelm.base.workers.messages import EngineJob
 from edgelm.engine.core import Chunk, SamplingParams, Sequence, StateSpan, Step
@@ -37,8 +46,9 @@ For debugging consider passing CUDA_LAUNCH_BLOCKING=1
 Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."""
 USED_UP = "the memory of the GPU is used up"
 BROKEN = "the GPU's memory may be broken: see what `nvidia-smi -q` says"
-BUSY = "another program holds the GPU: see what nvidia-smi says"
+BUSY = f"another process uses the GPU: {ALONE}"
 UPDATE = "update the NVIDIA driver, or use --engine llama"
+CACHE = f"Triton's cache may be damaged: remove {knobs.cache.dir}, or use --engine llama"
 GONE = "the GPU may be gone: see what nvidia-smi says"
 
 
@@ -102,6 +112,11 @@ LOST: list[tuple[Exception, str, str]] = [
         TRY_AGAIN,
     ),
     (
+        RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
+        "the GPU failed: Triton Error [CUDA]: device kernel image is invalid",
+        CACHE,
+    ),
+    (
         PTXASError("ptxas fatal   : Value 'sm_130' is not defined\nmore"),
         "the GPU's kernels cannot be compiled: PTXAS error: ptxas fatal : Value 'sm_130' is not defined",
         NOT_COMPILED,
@@ -141,6 +156,7 @@ def test_any_other_failure_ends_it(error: Exception, message: str, hint: str) ->
         RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
         subprocess.CalledProcessError(1, ["gcc", "driver.c"]),
         FileNotFoundError(2, "No such file or directory", "ptxas"),
+        TypeError("unsupported operand"),
     ],
     ids=type,
 )
@@ -151,6 +167,22 @@ def test_what_triton_starts_is_a_failure_to_compile(error: Exception) -> None:
     assert "\n" not in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (json.JSONDecodeError("Expecting value", "", 0), "JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
+        (KeyError("Unknown key: 'cubin'"), "KeyError: \"Unknown key: 'cubin'\""),
+    ],
+    ids=["metadata", "binary"],
+)
+def test_a_damaged_cache_of_triton_is_told_with_its_folder(error: Exception, reason: str) -> None:
+    """It is no failure of the kernel: a check would have plain torch compute the op from then on."""
+    with pytest.raises(CompiledKernelError) as caught, gpu_errors(), gpu_errors():
+        raise_in_triton(error)
+    assert caught.value.message == f"a compiled kernel cannot be read: {reason}"
+    assert caught.value.hint == CACHE
+
+
 def raise_in_triton(error: Exception) -> None:
     """Raise an error from a function whose module is Triton's."""
 
@@ -158,6 +190,11 @@ def raise_in_triton(error: Exception) -> None:
         raise error
 
     FunctionType(run.__code__, {"__name__": "triton.runtime.build"}, closure=run.__closure__)()
+
+
+def test_an_error_that_is_ours_already_is_no_failure_of_triton() -> None:
+    with pytest.raises(ModelError, match="loading was cancelled"), gpu_errors():
+        raise_in_triton(ModelError("loading was cancelled"))
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,9 @@ from edgelm.backends.torch.check_bounds import Bound
 from edgelm.backends.torch.executor import TorchExecutor
 from edgelm.backends.torch.kept_checks import check_key, kept_problem, kept_reasons, verdict_for
 from edgelm.backends.torch.self_check import Comparison, described, difference_of, layers_to_try
+from edgelm.backends.torch.trial import run_trial
 from edgelm.base.config import Settings
-from edgelm.base.errors import DeviceError
+from edgelm.base.errors import DeviceError, EngineError
 from edgelm.base.machine.gpu import CudaState
 from edgelm.commands import doctor_gpu
 from edgelm.engine.core import Masks, PendingSamples, Step
@@ -114,6 +115,21 @@ def failures() -> dict[str, str]:
 def test_real_failures_of_the_compiler_are_named(failures: dict[str, str], case: str, said: str) -> None:
     assert said in failures[case]
     assert bool(failures[case]) is bool(said)
+
+
+def test_a_gpu_that_another_process_has_alone_is_no_lasting_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In compute mode EXCLUSIVE_PROCESS it is the engine that waits for the check. A DeviceError is kept for a day."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise torch.AcceleratorError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nmore lines")
+
+    monkeypatch.setattr(torch, "arange", fail)
+    with pytest.raises(EngineError) as caught:
+        run_trial(torch.device("cpu"))
+    assert not isinstance(caught.value, DeviceError)
+    assert caught.value.message == "the GPU cannot be used by another process now"
+    assert "EXCLUSIVE_PROCESS" in caught.value.hint
+    assert "nvidia-smi -c 0" in caught.value.hint
 
 
 def test_without_a_model_every_op_is_tried_and_the_experts_in_every_format(monkeypatch: pytest.MonkeyPatch) -> None:

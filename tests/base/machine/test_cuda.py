@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 from edgelm.backends.questions import ask_cuda
 from edgelm.base.machine import cuda
-from edgelm.base.machine.cuda import find_cuda
+from edgelm.base.machine.cuda import find_cuda, gpu_memory
 from edgelm.base.machine.gpu import CudaState, Gpu, StandingGpu
 from edgelm.base.places import Places
 
@@ -100,12 +100,42 @@ def test_only_gpus_from_ampere_on(
     assert state.uuid == ("1a2b" if fine else "")
 
 
+@pytest.mark.parametrize(("integrated", "available", "free"), [(0, 8, 7), (1, 8, 8), (1, 5, 7), (1, 12, 9)])
+def test_of_memory_that_a_gpu_shares_the_page_cache_is_free(
+    driver: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, integrated: int, available: int, free: int
+) -> None:
+    """CUDA says that 7 of 9 bytes are free."""
+    mock_gpu(monkeypatch, (12, 1))
+    properties = SimpleNamespace(uuid="1a2b", is_integrated=integrated)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(cuda, "available_memory_bytes", lambda: available)
+    assert (find_cuda(driver).free_bytes, gpu_memory()) == (free, (free, 9))
+
+
 def test_this_build_of_torch(driver: tuple[str, ...]) -> None:
     if torch.version.cuda is not None:
         pytest.skip("this torch is built for CUDA")
     state = find_cuda(driver)
     assert state.problem == "this build of torch has no CUDA"
     assert state.hint.startswith("uninstall torch, then type: ")  # pip takes it for the right one
+
+
+def test_the_driver_starts_without_the_lock_of_python_and_sees_the_order_of_gpus(
+    driver: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch holds the lock while it starts CUDA, and a watchdog of this process could not run."""
+    events: list[str] = []
+
+    def start(_: int) -> int:
+        events.append(f"started with {os.environ['CUDA_VISIBLE_DEVICES']}")
+        return 999  # it fails: torch says why
+
+    mock_gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: events.append("torch looks") or True)
+    monkeypatch.setattr(cuda, "_name_the_freest_first", lambda: monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b"))
+    monkeypatch.setattr("ctypes.CDLL", lambda name: SimpleNamespace(cuInit=start) if name == "libcuda.so.1" else None)
+    assert find_cuda(driver).problem == ""
+    assert events == ["started with GPU-b", "torch looks"]
 
 
 def test_a_gpu_that_does_not_answer(driver: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:

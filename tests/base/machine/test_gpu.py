@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -53,6 +56,37 @@ def test_a_gpu_without_memory_to_see_is_listed(tmp_path: Path, size: str, mig: s
     """That of a DGX Spark shares the processor's; a part of one (MIG) in a container shows none of the whole."""
     script = f"echo 'NVIDIA GB10, 580.95.05, {size}, {size}, GPU-1a, {mig}'"
     assert nvidia_gpus(tool(tmp_path, script)) == [Gpu("NVIDIA GB10", 0, 0, "580.95.05", "GPU-1a", mig == "Enabled")]
+
+
+def test_a_tool_that_the_kernel_holds_is_not_waited_for_and_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL does not end a process in an uninterruptible call of a driver that hangs."""
+    monkeypatch.setattr(gpu, "TIME_LIMIT_S", 0.2)
+    monkeypatch.setattr(gpu, "KILL_S", 0)
+    path = tool(tmp_path, f"PATH={os.defpath} exec sleep 600")
+    answers: list[list[Gpu]] = []
+    killed: list[subprocess.Popen[str]] = []
+
+    def kill(process: subprocess.Popen[str]) -> None:
+        killed.append(process)
+
+    threads = [threading.Thread(target=lambda: answers.append(nvidia_gpus(path)), daemon=True) for _ in range(2)]
+    with monkeypatch.context() as held:
+        held.setattr(subprocess.Popen, "kill", kill)
+        for thread in threads:
+            thread.start()
+            thread.join(20)
+        answered, num_started = len(answers), len(killed)
+        for process in killed:  # the driver answers again
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait(20)
+    assert answered == 2
+    assert answers == [[], []]
+    assert num_started == 1
+    line = "NVIDIA X, 550.1, 24576, 100, GPU-2b, [N/A]"
+    assert nvidia_gpus(tool(tmp_path, f"echo '{line}'")) == [Gpu("NVIDIA X", 24576 * MIB, 100 * MIB, "550.1", "GPU-2b")]
+    assert gpu._held == []
 
 
 def test_no_tool_is_no_gpu(tmp_path: Path) -> None:
