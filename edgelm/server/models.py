@@ -202,7 +202,7 @@ class ModelNames:
             join = " " if reason.endswith("?") else "; "
             raise _not_found(f"{reason}{join}GET /v1/models lists the models that are here") from None
 
-    def _given_as(self, called: str) -> list[Path]:
+    def _given_as(self, called: str) -> Sequence[Path]:
         """Return the files of the command line that a name leads to."""
         return [path for path in self._given if called in (path.stem, path.name, str(path))]
 

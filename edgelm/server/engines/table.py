@@ -22,6 +22,7 @@ from edgelm.server.engines.slots import EngineSlot, Launch
 
 TICK_S = 0.01  # least pause between two looks at the clock
 UNLOADED = "is being unloaded"
+PULLED = ("hub", "ollama")  # the places of models whose name has one path at a time
 
 log = logging.getLogger(__name__)
 
@@ -170,11 +171,11 @@ class EngineTable:
         return slot
 
     def _elsewhere(self, model: LocalModel) -> EngineSlot | None:
-        """Return the slot that a model's name led to before its path changed, as in a revision that was pulled since.
+        """Return the slot that a model had before it was pulled again, which gives it another path.
 
-        Files that are named by their paths may have one name and are two models.
+        Of files of one's own, two may have one name.
         """
-        if model.path in self.slots or model.place == "given":
+        if model.path in self.slots or model.place not in PULLED:
             return None
         named = (slot for slot in self.slots.values() if slot.model.name == model.name)
         return next((slot for slot in named if slot.model.place == model.place), None)
