@@ -29,7 +29,7 @@ class ReadAgain:
 
     files: Sequence[Path]
     read: Callable[[], None]  # raises EdgeLMError, OSError
-    _seen: list[object] = field(default_factory=list)  # of the files, when they were last read
+    _seen: list[tuple[int, ...]] = field(default_factory=list)  # of the files, when they were last read
 
     def check(self) -> None:
         """Read the files if one was replaced, written or given other rights since the last check."""
