@@ -86,6 +86,7 @@ CASES = (
 # q5_k are in the main loop.
 SPILLS_38 = {"q4_k": {90: 4}}  # in the main loop of a gated one with Triton 3.8, which stays within its budget
 SPILLS = {"awq": {86: 2, 89: 2}, "gptq": {86: 2, 89: 2}, "q5_k": {90: 2, 120: 2}}
+SPILLS_37 = {"int5_g64": {80: 4}, "int6_g16": {80: 4}, "iq4_xs": {90: 2}}  # more with Triton 3.7
 
 
 def compile_cases() -> list[CompileCase]:
@@ -130,6 +131,7 @@ def few_case(name: str | None, dtype: str, gate: GateKind | None = None) -> Comp
     signature = dict.fromkeys(few_pairs_kernel.arg_names, "constexpr") | dict.fromkeys((*strides, "matrices"), "i32")
     budgets = {"q4_0": 3.9, "q4_k": 4.0, "q6_k": 5.65, "q8_0": 7.3}
     gated_spills = SPILLS_38 if triton_version().startswith("3.8.") else {}
+    other_spills = SPILLS_37 if triton_version().startswith("3.7.") else {}
     return CompileCase(
         f"grouped {layout} {dtype}{' ' + gate if gate else ''}",
         few_pairs_kernel,
@@ -139,7 +141,7 @@ def few_case(name: str | None, dtype: str, gate: GateKind | None = None) -> Comp
         NUM_WARPS,
         {"num_stages": 1},
         loop_weights=64 if gate else 32,
-        spills_on=(gated_spills if gate else SPILLS).get(layout, {}),
+        spills_on=gated_spills.get(layout, {}) if gate else SPILLS.get(layout, {}) | other_spills.get(layout, {}),
         budget=budgets.get(layout) if isinstance(weight, PackedWeight) and gate else None,
         # of groups of 16, four lanes read a sector of x together, 8 bytes each
         wide_loads=not (isinstance(weight, PackedWeight) and weight.layout.group == 16),
