@@ -20,15 +20,7 @@ from edgelm.backends.plan import MachineMemory
 from edgelm.backends.projectors import fitting_heads, fitting_projector, names_heads
 from edgelm.backends.reports import LOGGED, Reports
 from edgelm.base.config import Settings
-from edgelm.base.errors import (
-    CompiledKernelError,
-    DeviceError,
-    DoesNotFitError,
-    EngineError,
-    GpuLoadError,
-    ModelError,
-    RequestError,
-)
+from edgelm.base.errors import DeviceError, DoesNotFitError, EngineError, GpuLoadError, ModelError, RequestError
 from edgelm.base.machine.cpu import usable_cores
 from edgelm.base.machine.cuda import find_cuda
 from edgelm.base.machine.gpu import CudaState, has_torch, llama_backend, standing_gpu
@@ -130,7 +122,7 @@ def _gpu_load(choice: EngineChoice, settings: Settings, reports: Reports) -> Ite
     with _watched(choice, PIECE, reports, may_go_on=may_go_on) as watched:
         try:
             yield watched
-        except (CompiledKernelError, DoesNotFitError, EngineError) as error:
+        except (EngineError, DoesNotFitError) as error:
             if may_go_on:
                 raise GpuLoadError(error.message, error.hint) from error
             raise

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from edgelm.base.errors import DeviceError, EdgeLMError, EngineError
+from edgelm.base.errors import CompiledKernelError, DeviceError, EdgeLMError, EngineError
 from edgelm.base.workers.parent import Worker
 
 WORKER = "edgelm.backends.torch.check_worker"
@@ -51,7 +51,7 @@ class OpVerdict:
 class CheckGpu:
     """Check the GPU, and the ops of a model on it; None: with all formats. The ops in `plain` are not tried.
 
-    `short`: those of one decoded token only, which is what a load waits for. `heads` is the file that drafts for it.
+    `short`: those of a prompt and of a token only, for which a load waits. `heads` is the file that drafts for it.
     """
 
     model: Path | None
@@ -127,13 +127,22 @@ Notify = Callable[[str], None]
 def run_check(request: CheckGpu, notify: Notify = lambda _: None, *, command: tuple[str, ...] = ()) -> GpuVerdict:
     """Run a check in a child process. A crash or a hang costs the op that was tried; the others are checked again.
 
+    Where a kernel cannot be read from Triton's cache on disk, all are compiled anew, which replaces damaged ones.
     `notify` takes a line of progress. Never raises for what it finds.
     """
     began = time.monotonic()
     lost: list[OpVerdict] = []
+    anew = False
     while True:
         plain = tuple(verdict.op for verdict in lost)
-        outcome = _attempt(replace(request, plain=plain), notify, began + WHOLE_S, command)
+        try:
+            outcome = _attempt(replace(request, plain=plain), notify, began + WHOLE_S, command, anew=anew)
+        except CompiledKernelError as error:
+            if anew:
+                return GpuVerdict("", error.message, error.hint, lasts=False)
+            log.warning("%s: all are compiled anew", error.message)
+            anew = True
+            continue
         if isinstance(outcome, GpuVerdict):
             verdicts = (*outcome.verdicts, *lost)
             return replace(outcome, verdicts=verdicts, took_s=round(time.monotonic() - began, 1))
@@ -145,12 +154,21 @@ def run_check(request: CheckGpu, notify: Notify = lambda _: None, *, command: tu
             return GpuVerdict("", message, "use --engine llama", tuple(lost), took_s)
 
 
-def _attempt(request: CheckGpu, notify: Notify, until: float, command: tuple[str, ...]) -> GpuVerdict | OpVerdict:
-    """Run the worker once; an OpVerdict is that of the op during which it crashed or hung."""
+def _attempt(
+    request: CheckGpu, notify: Notify, until: float, command: tuple[str, ...], *, anew: bool
+) -> GpuVerdict | OpVerdict:
+    """Run the worker once; an OpVerdict is that of the op during which it crashed or hung.
+
+    `anew`: without what Triton has compiled before. Raises CompiledKernelError.
+    """
     current, count, limit_s, counted = Begun("", ""), 0, START_S, Counted(0, 1, 1)
     once = ", once for a kind of model" if request.short else ""  # whoever loads a model did not ask for it
     with Worker(
-        WORKER, replies=(Begun, Checked, Counted), errors=(DeviceError, EngineError), command=command
+        WORKER,
+        replies=(Begun, Checked, Counted),
+        errors=(CompiledKernelError, DeviceError, EngineError),
+        environment={"TRITON_ALWAYS_COMPILE": "1"} if anew else None,
+        command=command,
     ) as worker:
         worker.send(request)
         try:
@@ -171,6 +189,8 @@ def _attempt(request: CheckGpu, notify: Notify, until: float, command: tuple[str
         except TimeoutError:
             worker.kill_group()
             return _lost(current, f"hangs: it is not done after {limit_s:.0f} s")
+        except CompiledKernelError:
+            raise
         except EdgeLMError as error:
             if current.op == PDL:  # the ops may well run without
                 return _lost(current, f"fails: {error.message}")

@@ -67,7 +67,7 @@ class DoesNotFitError(ModelError):
     """The device has less memory than the model takes, although the plan said that it fits."""
 
 
-class CompiledKernelError(EdgeLMError):
+class CompiledKernelError(DeviceError):
     """A compiled kernel cannot be read from Triton's cache on disk. It says nothing about the kernel and the GPU."""
 
 

@@ -96,6 +96,8 @@ def gpu_errors(hint: str = "") -> Iterator[None]:
                 reason = f"{type(error).__name__}: {_line(error)}"
                 raise CompiledKernelError(f"a compiled kernel cannot be read: {reason}", _cache_hint()) from error
             raise DeviceError(f"the GPU's kernels cannot be compiled: {_line(error)}", NOT_COMPILED) from error
+        if DAMAGED in str(error):
+            raise CompiledKernelError(f"the GPU failed: {_line(error)}", _cache_hint()) from error
         if not _is_of_gpu(error):
             raise
         raise DeviceError(f"the GPU failed: {_line(error)}", _hint(str(error)) or hint or TRY_AGAIN) from error
@@ -161,6 +163,4 @@ def _line(error: BaseException) -> str:
 
 
 def _hint(message: str) -> str:
-    if DAMAGED in message:
-        return _cache_hint()
     return next((hint for texts, hint in HINTS if any(text in message for text in texts)), "")

@@ -27,7 +27,7 @@ from edgelm.backends.torch.executor import TorchExecutor, TorchOptions
 from edgelm.backends.torch.failures import gpu_errors
 from edgelm.backends.torch.sampler import DeviceSampler, RowRequest
 from edgelm.backends.torch.trial import nan_filled
-from edgelm.base.errors import EngineError, ModelError, OutOfMemoryError
+from edgelm.base.errors import CompiledKernelError, EngineError, ModelError, OutOfMemoryError
 from edgelm.base.sampling import SamplingParams
 from edgelm.checkpoints.gguf import GGUF
 from edgelm.engine.core import LAST, Chunk, StateSpan, Step
@@ -132,7 +132,7 @@ class Comparison:
                 got = _results(key[0], kernel(*args, **named), out, written)
                 if got and got[0].is_cuda:
                     torch.cuda.synchronize(got[0].device)
-        except OutOfMemoryError:
+        except (OutOfMemoryError, CompiledKernelError):
             raise
         except (EngineError, RuntimeError, AssertionError) as problem:
             error = (str(problem).splitlines() or [type(problem).__name__])[0]
@@ -364,6 +364,8 @@ def _check_graph(decoder: Decoder, mode: str, plain: TorchExecutor, comparison: 
         replayed = TorchExecutor(decoder, _options(mode, graphs=True))
         comparison.note(key, difference_of(_run_ahead(replayed), _run_ahead(plain)))
         replayed.close()
+    except CompiledKernelError:
+        raise
     except EngineError as error:
         comparison.note(key, None, error.message)
 

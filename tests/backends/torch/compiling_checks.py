@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,22 @@ def binaries() -> dict[str, Any]:
     return {"widths": widths, "stages": sorted(gpu_target._compiled_dot_probe().asm)}
 
 
+def probe() -> dict[str, Any]:
+    """Read the probe of a dot each time after one of its files was damaged, and once more."""
+    plain, folder = gpu_target.kwidth.__wrapped__, Path(os.environ["TRITON_CACHE_DIR"])
+    widths = [plain()]
+    damages: dict[str, Callable[[Path], object]] = {
+        "ttgir": lambda file: file.write_bytes(b""),
+        "json": lambda file: file.write_bytes(b""),
+        "cubin": Path.unlink,
+    }
+    for suffix, damage in damages.items():
+        (file,) = folder.glob(f"*/dot_probe.{suffix}")
+        damage(file)
+        widths += [plain(), plain()]
+    return {"widths": widths}
+
+
 def bad() -> dict[str, Any]:
     """Compile kernels of which one has an error, then some of which one kills its process."""
     found = needed()
@@ -153,7 +170,7 @@ def abandoned() -> dict[str, Any]:
     return run(needed())
 
 
-CHECKS = {"good": good, "damaged": damaged, "binaries": binaries, "bad": bad, "abandoned": abandoned}
+CHECKS = {"good": good, "damaged": damaged, "binaries": binaries, "probe": probe, "bad": bad, "abandoned": abandoned}
 
 if __name__ == "__main__":
     driver.set_active(FakeDriver())

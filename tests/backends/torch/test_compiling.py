@@ -54,6 +54,12 @@ def test_a_cache_of_binaries_only_is_no_failure(tmp_path: Path) -> None:
     assert "cubin" in result["stages"]
 
 
+def test_a_damaged_probe_of_the_kernels_order_is_compiled_again(tmp_path: Path) -> None:
+    widths = check("probe", tmp_path)["widths"]
+    assert len(widths) == 7
+    assert set(widths) in ({2}, {4})
+
+
 def test_a_failure_is_one_line(tmp_path: Path) -> None:
     errors = check("bad", tmp_path)
     assert errors.pop("others") == [None, 6, 6], "where a kernel need not be compiled, the others are"

@@ -183,6 +183,11 @@ def test_a_damaged_cache_of_triton_is_told_with_its_folder(error: Exception, rea
     assert caught.value.hint == CACHE
 
 
+def test_a_binary_that_the_driver_refuses_is_no_verdict_about_its_kernel() -> None:
+    with pytest.raises(CompiledKernelError), gpu_errors():
+        raise RuntimeError("Triton Error [CUDA]: device kernel image is invalid")
+
+
 def raise_in_triton(error: Exception) -> None:
     """Raise an error from a function whose module is Triton's."""
 

@@ -234,6 +234,19 @@ def test_a_chain_that_is_wrong_turns_pdl_off_before_any_op_is_tried(
     assert without == [not right, True]
 
 
+DAMAGED = "emit(event='failed', message='no cubin', hint='remove it', kind='CompiledKernelError')"
+
+
+@pytest.mark.parametrize("current", ["", PDL, "matmul"])
+def test_where_triton_cannot_read_its_cache_all_is_compiled_anew(current: str) -> None:
+    """Such a cache says nothing about a kernel: no op, and no chain of them, is kept as wrong."""
+    program = f"begin({current!r})\nend() if os.environ.get('TRITON_ALWAYS_COMPILE') else {DAMAGED}"
+    verdict = run_check(REQUEST, command=stand_in(program))
+    assert (verdict.problem, verdict.wrong) == ("", {})
+    verdict = run_check(REQUEST, command=stand_in(f"begin({current!r})\n{DAMAGED}"))
+    assert (verdict.problem, verdict.hint, verdict.lasts) == ("no cubin", "remove it", False)
+
+
 def test_a_gpu_on_which_much_crashes_is_not_used() -> None:
     program = "begin(['a', 'b', 'c', 'd'][len(request['plain'])]); os.abort()"
     verdict = run_check(REQUEST, command=stand_in(program))
