@@ -48,9 +48,14 @@ class Build:
     @property
     def key(self) -> str:
         parts = [self.requirement, LEFT_OUT, SOURCE.read_text(encoding="utf-8"), sysconfig.get_platform()]
-        parts += [platform.machine(), self.target]
+        parts += [platform.machine(), self.target, *_flags()]
         parts += [f"{name}={value}" for name, value in sorted(self.environment.items())]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _flags() -> list[str]:
+    """Return cmake's flags for a kind of machine: Intel Macs have no Metal, as edgelm's devices.py explains."""
+    return ["-DGGML_METAL=OFF"] if (sys.platform, platform.machine()) == ("darwin", "x86_64") else []
 
 
 def pinned_requirement(pyproject: Path = PYPROJECT) -> str:
@@ -131,10 +136,8 @@ def build_wheel(build: Build, scratch: Path) -> Path:
     script = CORRECT.format(python=Path(sys.executable).as_posix(), script=SOURCE.as_posix())
     before.write_text(LEFT_OUT + script, encoding="utf-8")
     environment = os.environ | build.environment
-    flags = shlex.quote(f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={before}")
-    if (sys.platform, platform.machine()) == ("darwin", "x86_64"):  # edgelm's devices.py says why
-        flags = f"-DGGML_METAL=OFF {flags}"
-    environment["CMAKE_ARGS"] = f"{environment.get('CMAKE_ARGS', '')} {flags}".strip()
+    flags = [*_flags(), shlex.quote(f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={before}")]
+    environment["CMAKE_ARGS"] = " ".join([environment.get("CMAKE_ARGS", ""), *flags]).strip()
     log = scratch / "log"
     with log.open("wb") as output:
         result = subprocess.run(
