@@ -264,7 +264,8 @@ class EngineProcess:
                 if isinstance(reply, Note):
                     log.error("%s: %s", self._files.name, reply.text)
         except EdgeLMError as error:
-            self._note_failure(error)
+            if self.info is None or self.info.engine == "torch":  # llama.cpp's GPU is not what is left out then
+                self._note_failure(error)
             return error if isinstance(error, EngineError) else EngineError(error.message, error.hint)
         end = await self._worker.aexit()
         if self._killed_for is not None:
