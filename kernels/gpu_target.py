@@ -124,14 +124,20 @@ def kwidth() -> int:
         return 2
     from triton import knobs
 
-    stages = _compiled_dot_probe().asm
-    if "ttgir" not in stages:  # only binaries were stored (TRITON_STORE_BINARY_ONLY), or a cleaner took the file
+    try:
+        widths = _dot_widths()
+    except (KeyError, ValueError):  # a file of the cache is damaged: no JSON, no text, or gone
+        widths = set()
+    if not widths:  # only binaries were stored (TRITON_STORE_BINARY_ONLY), or the file is gone or empty
         with knobs.compilation.scope():
             knobs.compilation.store_binary_only, knobs.compilation.always_compile = False, True
-            stages = _compiled_dot_probe().asm
-    widths = {int(width) for width in re.findall(r"kWidth = (\d+)", stages["ttgir"])}
+            widths = _dot_widths()
     assert widths in ({2}, {4}), f"a 16-bit dot has kWidth {sorted(widths)} in Triton {triton_version()}"
     return widths.pop()
+
+
+def _dot_widths() -> set[int]:
+    return {int(width) for width in re.findall(r"kWidth = (\d+)", _compiled_dot_probe().asm.get("ttgir", ""))}
 
 
 def _compiled_dot_probe() -> Any:

@@ -25,8 +25,10 @@ def is_left(name: str) -> bool:
     pid = process.partition(" ")[0]
     if not (pid.isascii() and pid.isdecimal()) or name == own_name():
         return True
-    birthless = f"{COMMON} {pid}"  # of an earlier version on macOS
-    return not is_alive(int(pid)) or name not in (birthless, _name(int(pid)))
+    if not is_alive(int(pid)):
+        return True
+    born = birth(int(pid))  # empty: it cannot be read now, and earlier versions noted none on macOS
+    return bool(born) and name not in (f"{COMMON} {pid}", f"{COMMON} {pid} {born}")
 
 
 def _name(pid: int) -> str:

@@ -150,11 +150,12 @@ class ModelNames:
         A GGUF that no list has read yet is not read: nearly all of them can run.
         """
         stamp = _stamp(model.path)
-        if stamp is None or (model.format == "gguf" and self._known.is_due(stamp)):
+        if stamp is None:
             return
-        for listed in await self.described([model]):
-            if problem := listed.known.get("problem"):
-                raise ApiError(400, "model_not_supported", f"{model.name} cannot be run: {problem}", param="model")
+        if model.format != "gguf" and self._known.is_due(stamp):
+            await self.described([model])  # else it does not wait for a list, which may be reading a slow drive
+        if problem := self._known.get(stamp).get("problem"):
+            raise ApiError(400, "model_not_supported", f"{model.name} cannot be run: {problem}", param="model")
 
     async def described(self, models: Sequence[LocalModel]) -> Sequence[Listed]:
         """Return the entries of models, without those whose file is gone."""

@@ -231,7 +231,7 @@ async def wait_unused(table: EngineTable, agents_run: Callable[[], bool], limit_
         await asyncio.sleep(min(UNUSED_POLL_S, limit_s / 4))
         # An engine may be unloaded before this limit: the time of its last request is kept in `used`.
         used = max(used, clock() - min((slot.idle_s for slot in table.slots.values()), default=limit_s))
-        if agents_run():
+        if await asyncio.to_thread(agents_run):  # on macOS it asks ps
             used = clock()
 
 

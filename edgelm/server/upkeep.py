@@ -14,6 +14,7 @@ from pathlib import Path
 
 from edgelm.base.errors import EdgeLMError
 from edgelm.base.runtime import FrontRecord, announce
+from edgelm.base.workers.parent import in_daemon_thread
 from edgelm.server.keys import Key, Keys, read_key_file
 from edgelm.server.listener import private_folder
 from edgelm.server.tls import Tls, read_tls
@@ -50,7 +51,7 @@ def _identity(file: Path) -> tuple[int, ...]:
         status = file.stat()
     except OSError:
         return ()
-    return status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns
+    return status.st_dev, status.st_ino, status.st_mode, status.st_size, status.st_ctime_ns
 
 
 @dataclass(slots=True)
@@ -78,15 +79,21 @@ class Upkeep:
         self._runtime = runtime
         self._record = record
         self._more = more
+        self._ended = False
 
     async def run(self) -> None:
-        """Check until it is cancelled."""
-        while True:
-            await asyncio.sleep(CHECK_S)
-            await asyncio.to_thread(self.check)
+        """Check until it is cancelled. A check that hangs, at a drive or a name server, holds up no end."""
+        try:
+            while True:
+                await asyncio.sleep(CHECK_S)
+                await in_daemon_thread(self.check)
+        finally:
+            self._ended = True
 
     def check(self) -> None:
         """Put right what is not as it was."""
+        if self._ended:
+            return
         with suppress(EdgeLMError):  # only root can make the folder of a session that has ended: the next one has it
             private_folder(self._runtime)
             announce(self._runtime, self._record)

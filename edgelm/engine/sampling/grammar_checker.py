@@ -68,7 +68,7 @@ class GrammarChecker:
                 answered = not worker.exited
                 raise
             finally:
-                if answered and not self._closed:
+                if answered and not self._closed and len(self._idle) < MAX_WORKERS:
                     self._idle.append(worker)
                 else:
                     await self._end(worker)

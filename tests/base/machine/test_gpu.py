@@ -62,8 +62,6 @@ def test_a_tool_that_the_kernel_holds_is_not_waited_for_and_not_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGKILL does not end a process in an uninterruptible call of a driver that hangs."""
-    monkeypatch.setattr(gpu, "TIME_LIMIT_S", 0.2)
-    monkeypatch.setattr(gpu, "KILL_S", 0)
     path = tool(tmp_path, f"PATH={os.defpath} exec sleep 600")
     answers: list[list[Gpu]] = []
     killed: list[subprocess.Popen[str]] = []
@@ -73,6 +71,8 @@ def test_a_tool_that_the_kernel_holds_is_not_waited_for_and_not_started_again(
 
     threads = [threading.Thread(target=lambda: answers.append(nvidia_gpus(path)), daemon=True) for _ in range(2)]
     with monkeypatch.context() as held:
+        held.setattr(gpu, "TIME_LIMIT_S", 0.2)
+        held.setattr(gpu, "KILL_S", 0)
         held.setattr(subprocess.Popen, "kill", kill)
         for thread in threads:
             thread.start()
