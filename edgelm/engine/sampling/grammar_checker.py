@@ -68,7 +68,7 @@ class GrammarChecker:
                 answered = not worker.exited
                 raise
             finally:
-                if answered and not self._closed and len(self._idle) < MAX_WORKERS:
+                if answered and len(self._idle) < MAX_WORKERS and not self._closed:
                     self._idle.append(worker)
                 else:
                     await self._end(worker)
