@@ -6,12 +6,12 @@ Owns which programs are asked. Over ssh they have no clipboard, or that of the o
 from __future__ import annotations
 
 import base64
-import os
 import re
 import subprocess
 from shutil import which
 
 from edgelm.base.errors import RequestError
+from edgelm.base.places import own_environment
 from edgelm.chats.attached_files import is_picture, picture_of
 from edgelm.chats.attachments import Attachment
 
@@ -56,7 +56,7 @@ def copy_text(text: str) -> None:
 
 def _input_of(program: str, text: str) -> tuple[bytes, dict[str, str]]:
     """Return the input by which a program copies a text, and its environment."""
-    environment = dict(os.environ)
+    environment = dict(own_environment())
     data = text.encode(errors="replace")
     if program == "powershell.exe":
         data = base64.b64encode(data)
