@@ -123,9 +123,10 @@ SPILLS: dict[tuple[str | None, str, int, int], dict[int, int]] = {
     (None, "bf16", 8, 14336): {80: 9, 86: 18, 89: 18},
 }
 SPILLS_37: dict[str, dict[int, int]] = {  # the same with Triton 3.7, by what a case's name has behind "matmul"
-    "int4_g16 fp16 rows=8 (4, 2, 2, 1)": {90: 21},
-    "int6_g16 fp16 rows=8 (4, 2, 2, 1)": {80: 24, 90: 25},
-    "int6_g16 bf16 rows=8 (4, 2, 2, 1)": {80: 43, 90: 48},
+    "int4_g16 fp16 rows=8 (4, 2, 2, 1)": {90: 21, 120: 32},
+    "int4_g16 bf16 rows=8 (4, 2, 2, 1)": {120: 32},
+    "int6_g16 fp16 rows=8 (4, 2, 2, 1)": {80: 24, 90: 25, 120: 42},
+    "int6_g16 bf16 rows=8 (4, 2, 2, 1)": {80: 43, 86: 31, 89: 31, 90: 48, 120: 46},
     "q4_0 bf16 rows=16 (4, 4, 2, 1)": {90: 32},
     "q8_0 bf16 rows=16 (4, 2, 2, 1) lengths silu HBM": {80: 26},
     "mxfp4 bf16 rows=24 (4, 2, 2, 1) lengths silu": {80: 2},
