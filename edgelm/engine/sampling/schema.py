@@ -16,6 +16,7 @@ MAX_SOURCE = 256 * 1024  # characters of a grammar in any language
 MAX_DEPTH = 64  # nested objects and lists of a schema
 FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
 _VALUES = frozenset({"const", "enum", "default", "examples"})  # keywords whose values are data, not schemas
+_SHORT_ESCAPES = 'nrbtf"\\'  # all of JSON's but \uXXXX
 
 
 def refuse_oversized(spec: GrammarSpec) -> None:
@@ -50,7 +51,27 @@ def for_llguidance(schema: dict[str, Any], *, lenient: bool) -> dict[str, Any]:
     """
     options: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     known: dict[str, Any] = _without_keywords(schema, lambda key, item: key == "format" and item not in FORMATS)
+    if _may_escape_names(known):
+        options["json_allowed_escapes"] = _SHORT_ESCAPES
     return known | {"x-guidance": {**options, "lenient": lenient}}
+
+
+def _may_escape_names(value: Any) -> bool:
+    r"""Return whether a name that has rules might come as \uXXXX, as one of those that the object allows besides.
+
+    llguidance writes the names that it knows as they are, and compares the text of others with that (1.8 and later).
+    ASCII names aside: nobody writes those so, and a string without such escapes has no control characters.
+    """
+    if isinstance(value, list):
+        return any(map(_may_escape_names, value))
+    if not isinstance(value, dict):
+        return False
+    names, patterns = value.get("properties"), value.get("patternProperties")
+    if value.get("additionalProperties") is not False and (
+        (isinstance(patterns, dict) and patterns) or not all(map(str.isascii, names if isinstance(names, dict) else ()))
+    ):
+        return True
+    return any(map(_may_escape_names, value.values()))
 
 
 def without_patterns(schema: dict[str, Any]) -> dict[str, Any]:

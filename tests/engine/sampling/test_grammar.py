@@ -104,6 +104,8 @@ def play(matcher: GrammarMatcher, pieces: Any, rng: random.Random, stop_ids: fro
 
 CHOICES = ["yes", "no", "a|b", "\n(/.\u00e9", "^"]
 FORMAT_IS_A_NAME = {"type": "object", "properties": {"format": {"type": "integer"}}, "required": ["format"]}
+PATTERN = {"type": "object", "patternProperties": {"[a-z]": {"type": "string"}}}
+CHINESE = {"type": "object", "properties": {"\u540d": {"type": "string"}}}
 
 # -- languages ---------------------------------------------------------------------------------------------------------
 
@@ -121,6 +123,8 @@ FORMAT_IS_A_NAME = {"type": "object", "properties": {"format": {"type": "integer
         (schema({"type": "integer", "minimum": 3}), ["3", "12"], ["2", "-5"]),
         (schema({"type": "string", "format": "of our house"}), ['"a"'], ["1"]),
         (schema(FORMAT_IS_A_NAME), ['{"format": 1}'], ['{"format": "a"}', "{}"]),
+        (schema(PATTERN), ['{"A": 0, "a": ""}', '{"\u540d": 0}'], [r'{"\u540da": 0}', r'{"\u0061": 0}']),
+        (schema(CHINESE), ['{"\u540d": "", "a": 0}', '{"a\\n": 0}'], [r'{"\u540d": 0}', '{"\u540d": 0}']),
         (schema(True), ["1", "[]", "null"], ["x"]),
     ],
 )  # fmt: skip
