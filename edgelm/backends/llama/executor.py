@@ -175,6 +175,8 @@ class LlamaExecutor:
         llama.cpp computes recurrent layers for sequences of equal length at once. A later such pass may move the state
         of a sequence, but not the earlier states that a rejected draft goes back to; one of a single sequence moves
         nothing. So drafts come last: in one pass, or where it needs neighbouring slots, each in its own.
+
+        A micro-batch of more sequences than its rows would have one row too many.
         """
         others, drafts = list[Chunk](), list[Chunk]()
         for chunk in step.chunks:
@@ -182,7 +184,9 @@ class LlamaExecutor:
                 (others if chunk.rows <= 1 or self._info.can_trim else drafts).append(chunk)
         assert len({chunk.rows for chunk in drafts}) <= 1, "the drafts of a step have one length"
         apart = [[chunk] for chunk in drafts] if self._info.repeatable else [drafts]
-        return [chunks for chunks in (others, *apart) if chunks]
+        most = self._options.repeatable_rows or max(1, len(others))
+        few = [others[at : at + most] for at in range(0, len(others), most)]
+        return [chunks for chunks in (*few, *apart) if chunks]
 
     def _run(self, chunks: Sequence[Chunk]) -> NDArray[np.float32]:
         """Compute chunks of text, and return the logits of their rows, valid until the next call."""

@@ -108,6 +108,26 @@ def test_a_sequence_has_equal_bits_beside_others(quant: str, tmp_path: Path) -> 
             assert different_rows(executor, seed) == 0, (kv, rule, seed)
 
 
+@pytest.mark.parametrize("quant", ["q8_0", "q4_k"])
+def test_more_sequences_than_equal_rows_have_equal_bits(quant: str, tmp_path: Path) -> None:
+    """llama.cpp itself takes a row of each of n + 1 sequences into a micro-batch of n."""
+    path = write_tiny(tmp_path / "m.gguf", quant=quant, **SHAPE)
+    rng = random.Random(random.randrange(2**32))
+    options = LlamaOptions(context=256, kv="int8", max_sequences=9)
+    rule = rule_for(lambda repack: LlamaModel(path, repack=repack), options, [path], (), tmp_path, repack=True)
+    for most in sorted({min(rule.rows, 8), 2}):
+        with running(path, replace(options, repeatable_rows=most), repack=rule.repack) as executor:
+            texts = [[rng.randrange(3, 500) for _ in range(PROMPT_LEN + 2)] for _ in range(most + 1)]
+            seqs = [Sequence(at, text, 1, SamplingParams(temperature=0)) for at, text in enumerate(texts)]
+            expected = [alone(executor, seq) for seq in seqs]
+            for at, seq in enumerate(seqs):
+                forward(executor, Chunk(seq, 0, seq.tokens[:PROMPT_LEN], 0, at))
+            for row in range(2):
+                at = PROMPT_LEN + row
+                rows = forward(executor, *(Chunk(seq, at, [seq.tokens[at]], 1, slot) for slot, seq in enumerate(seqs)))
+                assert np.array_equal(rows, [one[row] for one in expected]), (most, rule)
+
+
 @pytest.mark.parametrize("repeatable_rows", [MOST_ROWS, 0])
 def test_cells_that_others_leave_do_not_count(repeatable_rows: int, tmp_path: Path) -> None:
     """In a cache for all sequences, an answer goes on in the cells before its prompt, and sums have another order."""
