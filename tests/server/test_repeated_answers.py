@@ -14,7 +14,8 @@ from tests.real_models import RealModelError, real_model
 from tests.server.harness import LIMIT_S, Front, serving
 from tests.tiny import write_tiny
 
-PROMPTS = Count(test=3, soak=200)
+PROMPTS = Count(test=9, soak=200)  # of the tiny model: more than run together
+REAL_PROMPTS = Count(test=3, soak=40)
 TOPICS = ("rain", "a red house", "how bread is made", "the moon", "old letters", "a fox in a garden", "ships", "time")
 Answer = tuple[str, tuple[float, ...]]  # its text, and the log-probabilities of its tokens
 
@@ -55,7 +56,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_repeatable_answers_are_equal_to_the_bit(model: Path, own: dict[str, str], tmp_path: Path) -> None:
     """Cold and cached, alone and together, with drafts and without, and behind a restart that has the snapshots."""
     environment = own | {"EDGELM_REPEATABLE": "true", "EDGELM_CTX": "1024", "EDGELM_THREADS": "1"}
-    numbers = range(PROMPTS)
+    numbers = range(REAL_PROMPTS if model.is_symlink() else PROMPTS)
     with serving(environment | {"EDGELM_SPEC": "off"}, model, log=tmp_path / "log") as front:
         cold = answers(front, numbers)
         assert answers(front, numbers) == cold, "cached"
